@@ -364,12 +364,16 @@ def check_fits(sample: Sample) -> None:
 def _row_of(sample: Sample) -> tuple[Any, ...]:
     _, tokens, targets, patches, source, counted, key, item, digest, task, ordinal, padding = sample
     item_source, number, world_size, repeat = (None, NONE, 0, 0) if item is None else item
+    if key is None:
+        key = NONE
+    elif key == NONE:  # It stands for no key, so it is no valid key: an array rejects `None`.
+        key = None
     return (
         tokens,
         targets,
         patches,
         _KINDS[source, counted, task, item_source, world_size, padding],
-        NONE if key is None else None if key == NONE else key,
+        key,
         number,
         repeat,
         NONE if digest is None else digest,

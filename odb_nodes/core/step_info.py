@@ -41,9 +41,11 @@ def fields_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     if any(kind.task for kind in kinds.values()):
         tasks = [kinds[code].task_name for code in codes]
     keys = block.facts[KEY].tolist()
+    if NONE in keys:
+        keys = [None if key == NONE else key for key in keys]
     return {
         "local_sources": _counts_by(sources, lengths),
-        "keys": tuple([None if key == NONE else key for key in keys] if NONE in keys else keys),
+        "keys": tuple(keys),
         "row_sources": tuple(sources),
         "row_tasks": tuple(tasks),
         "local_task_targets": _targets_by(tasks, block.targets.tolist()),

@@ -325,8 +325,9 @@ class _Observed:
         self._sizes |= {source: count * stands_for for source, count in read.items()}
         if keys is None and _is_stream(dataset):
             self._streams += read
-        if samples is None and is_map_style(dataset) and (blocks := shuffle_blocks(dataset)):
-            self._blocks[name] = blocks
+        if samples is None and is_map_style(dataset):
+            if blocks := shuffle_blocks(dataset):
+                self._blocks[name] = blocks
 
     def table(self, made_by: Mapping[str, str], data_id: str) -> LengthTable:
         """Return the table; warn if more than half of the samples are skipped."""

@@ -203,6 +203,7 @@ def _without(count: int, row: Mapping[str, Any], token_keys: Sequence[str]) -> d
     """Return a prepared row without its first tokens, and without what `PackedCollate` checks."""
     kept = {key: value for key, value in row.items() if key not in KEPT}
     for key in kept.keys() & token_keys:
-        if isinstance(value := kept[key], np.ndarray) and value.ndim:
+        value = kept[key]
+        if isinstance(value, np.ndarray) and value.ndim:
             kept[key] = value[count:]
     return kept

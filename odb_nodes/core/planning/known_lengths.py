@@ -151,12 +151,15 @@ def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
     ends with the samples of the reserve that fill it best.
     """
     packing = Packing(budget)
-    costs, room, most = packing.costs(tokens), packing.room.cost, packing.room.samples
+    costs = packing.costs(tokens)
+    room = packing.room.cost
+    most = packing.room.samples
     cost_of: list[int] = costs.tolist()
     sums = np.append(0, np.cumsum(costs))
     reserve = _Reserve(cost_of)
     groups = list[IntArray]()
-    place, count = 0, len(cost_of)
+    place = 0
+    count = len(cost_of)
     while True:
         while len(reserve) < RESERVE and place < count:
             reserve.add(place)
@@ -164,7 +167,8 @@ def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
         if place == count:
             break
         first = reserve.take_oldest()
-        group, free = [first], room - cost_of[first]
+        group = [first]
+        free = room - cost_of[first]
         if free > 0:
             stop = int(np.searchsorted(sums, sums[place] + free, "right")) - 1
             stop = max(place, min(stop, place + most - 1))
@@ -176,7 +180,10 @@ def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
                     free += last
             group += range(place, stop)
             place = stop
-        while free > 0 and len(group) < most and (best := reserve.take_fitting(free)) is not None:
+        while free > 0 and len(group) < most:
+            best = reserve.take_fitting(free)
+            if best is None:
+                break
             group.append(best)
             free -= cost_of[best]
         groups.append(np.array(group, np.int64))

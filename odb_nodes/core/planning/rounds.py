@@ -88,7 +88,8 @@ class CostReport:
         rows, offered, groups, ended, has_filler, max_tokens, remaining, *lengths = header
         columns = COLUMNS + tasks
         stop = HEADER + columns * rows
-        table, offer = message[HEADER:stop].reshape(rows, columns), message[stop : stop + offered]
+        table = message[HEADER:stop].reshape(rows, columns)
+        offer = message[stop : stop + offered]
         pool = PoolReport(offer, (lengths[0], lengths[1]))
         return cls(table, groups, bool(ended), bool(has_filler), max_tokens, remaining, pool)
 
@@ -173,7 +174,10 @@ def report_of(
     """
     rows = [table_row(cost) for cost in ladder.costs]
     groups = len(rows)
-    while has_ended and may_split and len(rows) < most and (split := ladder.split()) is not None:
+    while has_ended and may_split and len(rows) < most:
+        split = ladder.split()
+        if split is None:
+            break
         shorter, longer = split
         row = table_row(shorter)
         row[LONGER_COSTS] = longer.costs
@@ -206,9 +210,11 @@ def plan_round(
     if len(reports) == 1:
         return _plan_alone(reports[0], accumulate, seed)
     ended = [report.ended for report in reports]
-    steps, last = max(report.groups for report in reports), all(ended)
+    steps = max(report.groups for report in reports)
+    last = all(ended)
     if uneven == "stop" and any(ended):
-        steps, last = min(report.groups for report in reports if report.ended), True
+        steps = min(report.groups for report in reports if report.ended)
+        last = True
     splits = [
         min(max(0, steps - report.groups), len(report.table) - report.groups)
         if uneven == "fill"
@@ -234,7 +240,8 @@ def plan_round(
 
 def _plan_alone(report: CostReport, accumulate: int, seed: int) -> RoundPlan:
     """Return the plan of a single rank: its groups in their order, or spread over micro-steps."""
-    table, groups = report.table[: report.groups], np.arange(report.groups)
+    table = report.table[: report.groups]
+    groups = np.arange(report.groups)
     if accumulate > 1:
         lengths = costs_of(table[:, COSTS]) / np.maximum(table[:, SAMPLES], 1)
         groups = spread_steps(lengths, accumulate, seed)

@@ -162,7 +162,7 @@ def rank_file_names(folder: Path) -> list[RankFileName]:
         raise
     except OSError:  # There is no such folder, or it was just removed.
         return []
-    matches = [match for name in names if (match := _FILE.fullmatch(name))]
+    matches = filter(None, map(_FILE.fullmatch, names))
     return [RankFileName(match[0], match[1], int(match[2]), int(match[3])) for match in matches]
 
 

@@ -95,7 +95,8 @@ def exclusive_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
     If this block takes longer than `limit_s`, threads that wait for its end raise a `WorkerError`.
     """
     turns = _turns  # A fork meanwhile makes other turns for the child.
-    number, start_s = turns.number, time.monotonic()
+    number = turns.number
+    start_s = time.monotonic()
     while not turns.lock.acquire(timeout=_POLL_S):
         # If another thread has begun a turn, wait for the end of that turn.
         if turns.number != number:

@@ -67,7 +67,8 @@ class TokenRows:
     def of(cls: type[Rows], budget: int | TokenBudget, **options: Any) -> Rows:
         """Return the collate function for the groups of a budget."""
         budget = TokenBudget.of(budget)
-        multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
+        multiple = budget.pad_to_multiple_of
+        shapes = budget.shape_ladder()
         return cls(pad_to_multiple_of=multiple, shapes=shapes, **options)
 
     def prepare(self, sample: Any) -> Any:

@@ -296,7 +296,8 @@ class ODBDataLoader(Loader[Any]):
 
         `for _ in range(loader.epoch, epochs)` takes the remaining epochs, also after a resume.
         """
-        epoch, position = self._progress()[0], self.position
+        epoch = self._progress()[0]
+        position = self.position
         has_ended = position is not None and (position.ended or position.left)
         if self._next_epoch is not None and (position is None or has_ended):
             return self._next_epoch

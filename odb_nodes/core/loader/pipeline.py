@@ -131,7 +131,8 @@ def _note_who_collates(bucketer: WindowBucketer | PlannedGroups, options: Loader
 
 def note_of_lengths(graphs: Sequence[RankGraph], options: LoaderOptions) -> None:
     """Log, once in a process, that optimizer steps of a long epoch have samples of one length."""
-    budget, world_size = options.budget, group_rank(options.process_group)[1]
+    budget = options.budget
+    world_size = group_rank(options.process_group)[1]
     is_mixed = world_size * len(graphs) * options.accumulate > 1 or budget.layout == "packed"
     if is_mixed or budget.max_samples == 1 or _noted:
         return
@@ -319,7 +320,8 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, collate: Any) -> 
             )
         except (TypeError, ValueError) as error:
             raise type(error)(f"of source {name!r}: {error}") from error
-    mixing, workers = Mixing.of(options.weights), options.worker_options
+    mixing = Mixing.of(options.weights)
+    workers = options.worker_options
     mix = partial(
         SourceMixer,
         weights=_weights(mixing, datasets, options),

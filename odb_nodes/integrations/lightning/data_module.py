@@ -86,7 +86,8 @@ class ODBDataModule(LightningDataModule):
                 `virtual_ranks`.
         """
         trainer = self._trainer_of("estimated_steps")
-        max_epochs, max_steps = trainer.max_epochs, int(trainer.max_steps)
+        max_epochs = trainer.max_epochs
+        max_steps = int(trainer.max_steps)
         if max_epochs is None or max_epochs < 0:
             if max_steps < 0:
                 raise ValueError("`max_epochs` or `max_steps` must be given, so that the run ends.")

@@ -175,7 +175,8 @@ class FitRun:
                 f"{fetched.batch_idx}: the checkpoint was changed, or an epoch was left before "
                 "its end."
             )
-        total, samples = compat.batches_begun(self._trainer), self.after.samples
+        total = compat.batches_begun(self._trainer)
+        samples = self.after.samples
         if info.step == 0:
             samples = 0
             settled = replace(

@@ -36,7 +36,8 @@ class RankParts:
     """The parts of a rank that are saved together, and the global random generators."""
 
     def __init__(self, parts: Any, replicated: Any, process_group: ProcessGroupLike) -> None:
-        self._parts, self._process_group = _check_parts(parts), process_group
+        self._parts = _check_parts(parts)
+        self._process_group = process_group
         check_type("replicated", replicated, Collection)
         if isinstance(replicated, str) or any(name not in [*self._parts] for name in replicated):
             raise ValueError(

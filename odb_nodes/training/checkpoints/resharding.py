@@ -85,7 +85,8 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
 
 def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") -> list[Any]:
     """Return the states for `world_size` ranks. `states`: of the old ranks, in their order."""
-    first, holder = states[0], node_of(states[0])
+    first = states[0]
+    holder = node_of(states[0])
     if all(map(_is_whole, states)):
         if holder in _RESHARD_BY_NAME and all(node_of(state) == holder for state in states):
             return _RESHARD_BY_NAME[holder](states, world_size)

@@ -303,9 +303,12 @@ class RecordedRun:
         repeats = np.empty(size, np.uint32)
         names = np.empty(size, np.int32)
         for number in np.unique(steps["attempt"]).tolist():
-            attempt, indices = self.attempts[number], np.flatnonzero(steps["attempt"] == number)
-            firsts, counts = steps["first_row"][indices], steps["samples"][indices].astype(int)
-            start, stop = int(firsts.min()), int((firsts + counts).max())
+            attempt = self.attempts[number]
+            indices = np.flatnonzero(steps["attempt"] == number)
+            firsts = steps["first_row"][indices]
+            counts = steps["samples"][indices].astype(int)
+            start = int(firsts.min())
+            stop = int((firsts + counts).max())
             rows = np.fromfile(attempt.path, SAMPLE_ROW, stop - start, offset=start * ROW_BYTES)
             rows = rows[_indices_of(firsts - start, counts)]
             places = _indices_of(stops[indices] - counts, counts)

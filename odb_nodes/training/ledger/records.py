@@ -105,12 +105,14 @@ class Encoder:
     def step(self, info: StepInfo) -> bytes:
         """Return the record of a step, after records of the names that it is the first to use."""
         name_records = list[bytes]()
-        samples, left_out = len(info.keys), info.left_out
+        samples = len(info.keys)
+        left_out = info.left_out
         if self._is_shared and not info.per_rank_sources <= self._per_rank:
             self._per_rank |= info.per_rank_sources
             self._trained.clear()
         rows = np.zeros(samples + len(left_out), SAMPLE_ROW)
-        numbers, sources = self._trained, dict.fromkeys(info.row_sources)
+        numbers = self._trained
+        sources = dict.fromkeys(info.row_sources)
         for source in sources:
             if source not in numbers:
                 numbers[source] = self._name(source, "", name_records)

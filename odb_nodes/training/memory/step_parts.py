@@ -52,7 +52,8 @@ class StepParts:
 
     def of_batch(self, number: int) -> Iterator[StepPart]:
         """Yield the parts of a batch."""
-        parts, info = self._parts[number], self._kept(number)
+        parts = self._parts[number]
+        info = self._kept(number)
         is_whole = len(parts) == 1 and not self._skipped[number]
         for place, samples in enumerate(parts):
             part_info = info if is_whole else self._part_info(info, samples)

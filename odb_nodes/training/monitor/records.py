@@ -100,7 +100,8 @@ def parse_run(folder: Path) -> tuple[RunRecords, list[int]]:
             continue
         record = _parsed(line)
         if record is None:
-            damaged, cut = damaged + cut, [number]
+            damaged = damaged + cut
+            cut = [number]
             continue
         kind = record["kind"]
         if kind != ATTEMPT:

@@ -205,7 +205,7 @@ def known(length_of=lambda index: len(tokens_of(index)), **options):
     return Kind({"lengths": lengths, "window": "auto", **options})
 
 
-def lies(index):
+def partly_wrong_length(index):
     """A length for `lengths`, wrong for one sample in three."""
     tokens = len(tokens_of(index))
     return tokens if index % 3 else max(1, tokens // 2 if index % 2 else 2 * tokens)
@@ -308,14 +308,16 @@ KINDS |= {
     "known": known(),
     "known windows": known(window=16),
     "known packed": known(token_budget=TokenBudget(90, layout="packed")),
-    "known lies": known(lies),
-    "known lies packed": known(lies, token_budget=TokenBudget(90, layout="packed")),
+    "known wrong lengths": known(partly_wrong_length),
+    "known wrong lengths packed": known(
+        partly_wrong_length, token_budget=TokenBudget(90, layout="packed")
+    ),
     "known random": known(lambda _: 12, process_fn=augmented, workers=THREADS),
     "known collate": known(collate_fn=noisy, accumulate=3, largest_first=2),
     "known own keys": known(observe=with_own_key, shuffle=False),
-    "known asks": known(lies)._replace(calls=ASKS),
-    "known stop": known(lies, uneven="stop")._replace(moves=False),
-    "known virtual": known(lies, virtual_ranks=4)._replace(ranks=(1, 2, 4)),
+    "known asks": known(partly_wrong_length)._replace(calls=ASKS),
+    "known stop": known(partly_wrong_length, uneven="stop")._replace(moves=False),
+    "known virtual": known(partly_wrong_length, virtual_ranks=4)._replace(ranks=(1, 2, 4)),
 }
 KINDS |= {
     f"virtual {name}": Kind(KINDS[name].options | {"virtual_ranks": 4}, ranks=(1, 2, 4))

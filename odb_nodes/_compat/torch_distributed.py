@@ -26,11 +26,12 @@ def job_store() -> dist.Store:
     A store serves one call at a time, and gloo waits for other ranks within a call. Threads that
     share a store would deadlock if their order differs between ranks.
     """
-    store: dist.Store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     try:
-        return store.clone()
+        connection: dist.Store = store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):  # of this process, or of old torch
-        return store
+        connection = store
+    return connection
 
 
 class RefusingCollectives(TorchDispatchMode):
@@ -73,16 +74,15 @@ def gloo_group(
     return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
 
 
-def begin_all_gather(
-    group: dist.ProcessGroupGloo, parts: Sequence[torch.Tensor], tensor: torch.Tensor
-) -> dist.Work:
+def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], tensor: torch.Tensor) -> dist.Work:
     """Start an all-gather without waiting for it, and return its work.
 
     It has no timeout within gloo, which would close the connection after the caller gave up.
     """
     options = dist.distributed_c10d.AllgatherOptions()
     options.timeout = _FOREVER
-    return group.allgather([list(parts)], [tensor], options)
+    work: dist.Work = group.allgather([list(parts)], [tensor], options)
+    return work
 
 
 def is_wait_timeout(error: RuntimeError) -> bool:

@@ -137,11 +137,11 @@ class Epochal:
     epoch = None
 
     def __init__(self):
-        self.told = []
+        self.epochs = []
 
     def set_epoch(self, epoch):
         self.epoch = epoch
-        self.told.append(epoch)
+        self.epochs.append(epoch)
         if epoch == 9:
             raise LookupError("no such lesson")
 
@@ -155,7 +155,7 @@ def test_each_chunk_is_processed_in_its_epoch_also_if_loaders_share_what_they_te
     training, evaluation = (ChunkProcessor(function, seed) for _ in range(2))
     for processor, epoch in (training, 3), (training, 3), (evaluation, 0), (training, 3):
         assert numbers_of(processor, [1, 2], epoch) == [epoch, epoch]
-    assert function.told == [3, 0, 3]
+    assert function.epochs == [3, 0, 3]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

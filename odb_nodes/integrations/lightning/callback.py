@@ -215,7 +215,7 @@ class ODBCallback(Callback):
         if self._run.has_stepped and self._log_metrics and compat.is_logged(trainer):
             self._log(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Raise if an epoch was left before its end, except to end the run."""
         is_over = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         if (

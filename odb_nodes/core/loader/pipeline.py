@@ -42,7 +42,7 @@ from odb_nodes.core.sources.feed_source import FeedSource
 from odb_nodes.core.sources.iterable_source import is_stream
 from odb_nodes.core.sources.jsonl_source import JsonlSource
 from odb_nodes.core.sources.known_lengths import KnownLengths, known_lengths
-from odb_nodes.core.sources.mixing import Mixing, Stop, WeightSchedule, check_names
+from odb_nodes.core.sources.mixing import Mixing, Stop, WeightSchedule, check_same_names
 from odb_nodes.core.sources.source_mixer import SourceMixer
 
 logger = logging.getLogger("odb_nodes")
@@ -131,7 +131,8 @@ def _note_who_collates(bucketer: WindowBucketer | PlannedGroups, options: Loader
 
 def note_of_lengths(graphs: Sequence[RankGraph], options: LoaderOptions) -> None:
     """Log, once in a process, that optimizer steps of a long epoch have samples of one length."""
-    budget, world_size = options.budget, group_rank(options.process_group)[1]
+    budget = options.budget
+    world_size = group_rank(options.process_group)[1]
     is_mixed = world_size * len(graphs) * options.accumulate > 1 or budget.layout == "packed"
     if is_mixed or budget.max_samples == 1 or _noted:
         return
@@ -309,7 +310,7 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, collate: Any) -> 
     functions = options.process_fn
     if not isinstance(functions, Mapping):
         functions = dict.fromkeys(datasets, functions)
-    check_names("process_fn", functions, "dataset", datasets)
+    check_same_names("process_fn", functions, "dataset", datasets)
     seeds = {name: hash_ints(options.seed, zlib.crc32(name.encode())) >> 1 for name in datasets}
     sources, processes = {}, {}
     for name, dataset in datasets.items():
@@ -319,7 +320,8 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, collate: Any) -> 
             )
         except (TypeError, ValueError) as error:
             raise type(error)(f"of source {name!r}: {error}") from error
-    mixing, workers = Mixing.of(options.weights), options.worker_options
+    mixing = Mixing.of(options.weights)
+    workers = options.worker_options
     mix = partial(
         SourceMixer,
         weights=_weights(mixing, datasets, options),

@@ -135,7 +135,7 @@ def with_item_key(result: Any, item: ItemKey | None) -> Any:
             counted,
             item.key if key is None and item is not None else key,
             item or old_item,
-            digest_of(result) if digest is None else digest,
+            digest_of_sample(result) if digest is None else digest,
             task,
             padding=padding,
         )
@@ -146,7 +146,7 @@ def with_item_key(result: Any, item: ItemKey | None) -> Any:
     return result
 
 
-def digest_of(sample: Sample) -> int:
+def digest_of_sample(sample: Sample) -> int:
     """Return a CRC-32 of a sample's data and costs."""
     if sample.digest is not None:
         return sample.digest

@@ -299,8 +299,8 @@ def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
-def told(key):
-    """A source that tells this key of each item."""
+def shelf_with_key(key):
+    """A source whose items all have this key."""
     node = Shelf()
     node.item_key = lambda: key(node) if callable(key) else key
     return node
@@ -311,15 +311,15 @@ KEYS = [(-5, 1), (5, 0), (2**63, 1), (5, 1, -1), ("5", 1)]
 
 @pytest.mark.parametrize("key", [*(ItemKey("", *key) for key in KEYS), ItemKey(None, 5, 1), 5])
 def test_an_invalid_key_is_an_error_that_names_its_node(key):
-    for node in (told(key), ParallelProcessor(told(key), int)):
+    for node in (shelf_with_key(key), ParallelProcessor(shelf_with_key(key), int)):
         with pytest.raises(SampleError, match=r"`item_key\(\)` of `Shelf` must return an"):
             next(LengthObserver(node, lambda n: 30))
 
 
 def test_a_key_may_be_a_numpy_integer_but_not_none_for_a_readable_source():
-    node = told(lambda node: ItemKey("", np.int64(node.position * 3), 1))
+    node = shelf_with_key(lambda node: ItemKey("", np.int64(node.position * 3), 1))
     assert type(next(LengthObserver(node, lambda n: 30)).key) is int
-    node = WindowBucketer(LengthObserver(told(None), lambda n: 30), 64, 8)
+    node = WindowBucketer(LengthObserver(shelf_with_key(None), lambda n: 30), 64, 8)
     next(node)
     with pytest.raises(SampleError, match=r"`item_key\(\)` returned None"):
         node.get_state()

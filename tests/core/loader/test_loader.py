@@ -487,8 +487,9 @@ def sampler(size=4):
 test_a_state_of_another_graph_is_refused_by_iter = refuses(
     [
         (sampler(), LengthObserver(sampler()), "loaded into `LengthObserver`"),
-        (sampler(), Prefetcher(sampler(), 2), "(?i)snapshot.* same nodes in the same order"),
-        (sampler(), Batcher(sampler(), 2), "(?i)source.* same nodes in the same order"),
+        (sampler(), Prefetcher(sampler(), 2), "by a `ShardedSampler`, but .* is a `Prefetcher`"),
+        (sampler(), Batcher(sampler(), 2), "is a `Batcher`.* same nodes in the same order"),
+        (Mapper(sampler(), str), Prefetcher(sampler(), 2), "snapshot.* same nodes in the same"),
         (Numbers(), Numbers(size=4), "but the graph yields more items"),
     ],
     lambda saved, root: iter(resumed(state_after(None, saved), root)),

@@ -219,7 +219,7 @@ def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds
 def test_a_change_that_is_meant_is_warned_of_once():
     next(iter(loader := over(data := data_of(1))))
     changed = [[n + 1 for n in tokens] for tokens in data]
-    with pytest.warns(UserWarning, match="has other content now") as caught:
+    with pytest.warns(UserWarning, match="has other content now.*`process_fn`") as caught:
         rest = [
             pop_step_info(batch).keys for batch in over(changed, loader.state_dict(), strict=False)
         ]

@@ -90,8 +90,9 @@ def _make(
     if changes:
         warn_user(
             f"rank {rank} received {len(received)} samples of other ranks, and {len(changes)} of "
-            f"them differ here: {changes[0]} Either processing is not deterministic "
-            "(`ParallelProcessor(seed=...)` seeds the global generators), or the ranks do not have "
+            f"them differ here: {changes[0]} Either processing (`process_fn`) is not "
+            "deterministic (`ODBDataLoader` and `ParallelProcessor(seed=...)` seed the global "
+            "generators), or the ranks do not have "
             "the same data in the same order. Then some samples are lost, and other samples come "
             "twice."
         )

@@ -13,7 +13,6 @@ from typing import Any
 from torchdata.nodes import BaseNode, Stateful
 
 from odb_nodes._support.arrays import IntArray
-from odb_nodes._support.checks import check_callable
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment import RankAligner
@@ -285,7 +284,11 @@ def _one_dataset(dataset: Any, options: LoaderOptions, collate: Any) -> BaseNode
 
 def _check_of_one_dataset(options: LoaderOptions) -> None:
     """Raise for options that only a dict of datasets has."""
-    check_callable("process_fn", options.process_fn)
+    if isinstance(options.process_fn, Mapping):
+        raise TypeError(
+            "`process_fn` must be a function or None for a single dataset, but is a dict instead. "
+            "A dict of functions is for a dict of datasets with the same names."
+        )
     if options.weights is not None:
         raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
 

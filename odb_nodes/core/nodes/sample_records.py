@@ -114,10 +114,11 @@ class RecordCheck:
             difference = f"{name} had {tokens} tokens when saved, but has {sample.tokens} now"
         order = "The order of the source is not seeded (seed it: no state helps against that), "
         causes = (
-            f"{'Either ' if self._numbers is None else order}processing is not deterministic "
-            "(`ParallelProcessor(seed=...)` seeds the global generators, and generators that "
-            "functions hold, but not generators that a cache, a Python generator or a call makes: "
-            'use `state="payload"` for these), or the data changed.'
+            f"{'Either ' if self._numbers is None else order}processing (`process_fn`) "
+            "is not deterministic (`ODBDataLoader` and `ParallelProcessor(seed=...)` seed the "
+            "global generators, and generators that functions hold, but not generators that a "
+            'cache, a Python generator or a call makes: use `state="payload"` for these), or the '
+            "data changed."
         )
         change = (
             f"{self._node} cannot resume from its state: {difference}. {causes} If the change is "

@@ -147,7 +147,10 @@ def left_out_of(node):
 
 def test_a_skipped_sample_is_counted_and_its_group_goes_on_without_it():
     node = planned(Process(skips=[7]))
-    with pytest.warns(UserWarning, match=r"sample 7 \(key 7\) is skipped .*no file for 7"):
+    shown = (
+        r"sample 7 \(key 7\) is skipped .*no file for 7.*`skipped_samples` of .* `PlannedGroups`"
+    )
+    with pytest.warns(UserWarning, match=shown):
         groups = ids(node)
     assert numbers(groups) == [number for number in range(SIZE) if number != 7]
     plain = epoch_of(nodes_of())
@@ -211,7 +214,7 @@ def test_an_oversize_sample_may_be_dropped(has_items):
     node = planned(
         Process(lengths), TokenBudget(100, oversize="drop"), lengths if has_items else LENGTHS
     )
-    with pytest.warns(UserWarning, match="It is dropped"):
+    with pytest.warns(UserWarning, match="It is dropped.*`oversize_samples` of .*`WindowBucketer`"):
         groups = ids(node)
     assert numbers(groups) == [number for number in range(SIZE) if number != 7]
     assert (node.oversize_samples, node.dropped_samples) == (1, 1)

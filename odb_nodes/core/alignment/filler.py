@@ -73,9 +73,8 @@ class Filler:
             return
         data = b""
         if rank == donors[0] and self.samples is not None:
-            sample = self.samples[0]._replace(
-                ordinal=None
-            )  # The ordinal is valid on this rank only.
+            # The ordinal is valid on this rank only.
+            sample = self.samples[0]._replace(ordinal=None)
             try:
                 data = encode_sample(sample)
             except SampleError as error:

@@ -27,8 +27,8 @@ class Filler:
 
     def __init__(self, reader: WindowBucketer | GroupReader) -> None:
         self._reader = reader
-        self.samples: SampleBlock | None = None
-        """The sample alone; `None` if there is none."""
+        self.block: SampleBlock | None = None
+        """The sample, a block of length 1; `None` if there is none."""
         self.encoded: bytes | None = None
         """The sample as another rank has sent it; `None` for a sample of this rank."""
 
@@ -45,7 +45,7 @@ class Filler:
         store = self._reader.store
         store.keep_filler(ordinal, is_out=is_out)
         self.encoded = None
-        self.samples = None if ordinal is None else store.look(np.array([ordinal])).alone()
+        self.block = None if ordinal is None else store.look(np.array([ordinal])).alone()
 
     def restore(self, state: AlignerState, groups: Sequence[Facts], *, is_needed: bool) -> None:
         """Keep the sample of a state; `groups`: the groups of the state."""
@@ -63,8 +63,8 @@ class Filler:
 
     def make_data(self) -> None:
         """Make the data of the sample if it is lazy, as after a restore."""
-        if self.samples is not None:
-            self.samples = with_data_made(self.samples)
+        if self.block is not None:
+            self.block = with_data_made(self.block)
 
     def share(self, reports: Sequence[CostReport], rank: int, where: str) -> Exchanges[None]:
         """Send ranks that never had a sample the filler of another rank."""
@@ -72,10 +72,9 @@ class Filler:
         if not donors or all(report.has_filler for report in reports):
             return
         data = b""
-        if rank == donors[0] and self.samples is not None:
-            sample = self.samples[0]._replace(
-                ordinal=None
-            )  # The ordinal is valid on this rank only.
+        if rank == donors[0] and self.block is not None:
+            # The ordinal is valid on this rank only.
+            sample = self.block[0]._replace(ordinal=None)
             try:
                 data = encode_sample(sample)
             except SampleError as error:
@@ -85,5 +84,5 @@ class Filler:
             self._use_encoded(encoded[donors[0]])
 
     def _use_encoded(self, encoded: bytes) -> None:
-        self.samples = SampleBlock.of([decode_sample(encoded)])
+        self.block = SampleBlock.of([decode_sample(encoded)])
         self.encoded = encoded

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_bool, check_count, check_integer
 from odb_nodes._support.hashing import hash_ints
-from odb_nodes._support.processes import has_data_elsewhere, resolve_rank
+from odb_nodes._support.processes import may_be_empty, resolve_rank
 from odb_nodes.core.contract import EpochNode, EpochState
 from odb_nodes.core.sample import ItemKey
 from odb_nodes.core.sample_block import ItemKeys
@@ -213,7 +213,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         self._file_versions: dict[str, str] = getattr(size, "file_versions", {})
         self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)
-        if self._size == 0 and not has_data_elsewhere(self._world_size):
+        if self._size == 0 and not may_be_empty(self._world_size):
             raise ValueError("`size` must be at least 1, but the dataset is empty.")
         if not 0 <= self._size <= _MAX_SIZE:
             raise ValueError(f"`size` must be in 1..{_MAX_SIZE}, but is {self._size} instead.")

@@ -142,7 +142,7 @@ def _value(name: str) -> str:
 
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return (rank, world_size): the arguments, else torch.distributed's, else the environment's."""
+    """Return (rank, world_size) of the arguments, else torch.distributed, else the environment."""
     if (rank is None) != (world_size is None):
         raise ValueError(
             "`rank` and `world_size` must be passed together, "

@@ -112,6 +112,11 @@ def info_of_step(
 # --- in states ------------------------------------------------------------------------------------
 
 
+def damaged_state(detail: str) -> StateError:
+    """Return the error of a state of a `RankAligner` whose parts do not fit together."""
+    return StateError(f"the state of RankAligner is damaged: {detail}. Use an earlier checkpoint.")
+
+
 def totals_to_bytes(totals: IntArray) -> bytes | None:
     """Return the totals of the steps of a round, 32 bytes a step, and 8 for each task."""
     # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
@@ -123,7 +128,7 @@ def totals_from_bytes(data: bytes | None, tasks: int = 0) -> IntArray:
     columns = COLUMNS - 1 + tasks
     integers = integers_of(data, "totals")
     if len(integers) % columns or (integers < 0).any():
-        raise StateError("the steps of a round are damaged. Use an earlier checkpoint.")
+        raise damaged_state(f"the totals of its steps are not {columns} counts each")
     return integers.reshape(-1, columns)
 
 
@@ -154,7 +159,7 @@ def ordinals_of(content: GroupsContent) -> list[IntArray]:
     sizes, data = content
     ordinals = integers_of(data, "groups")
     if min(sizes, default=0) < 0 or sum(sizes) != len(ordinals):
-        raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
+        raise damaged_state(f"its groups have {sum(sizes)} samples, but {len(ordinals)} ordinals")
     return np.split(ordinals, np.cumsum(sizes)[:-1]) if sizes else []
 
 
@@ -193,7 +198,10 @@ class AlignerState(EpochState):
         totals = totals_from_bytes(self.totals, self.tasks)
         remaining = len(totals) - self.emitted
         if not 0 <= remaining <= len(self.groups[0]) or self.emitted > self.step:
-            raise StateError("the round of `RankAligner` is damaged. Use an earlier checkpoint.")
+            raise damaged_state(
+                f"its round has {len(totals)} steps, of which {self.emitted} were yielded, but "
+                f"{len(self.groups[0])} planned groups at step {self.step}"
+            )
         return totals
 
     @property

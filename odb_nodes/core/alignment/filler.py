@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from odb_nodes.core.alignment.aligned_round import AlignerState
+from odb_nodes.core.alignment.aligned_round import AlignerState, damaged_state
 from odb_nodes.core.alignment.peers import Exchanges, Message
 from odb_nodes.core.alignment.user_groups import GroupReader
 from odb_nodes.core.nodes import WindowBucketer
@@ -16,7 +16,7 @@ from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_costs import best_filler
 from odb_nodes.core.planning.rounds import CostReport
 from odb_nodes.core.sample_block import SampleBlock
-from odb_nodes.errors import SampleError, StateError
+from odb_nodes.errors import SampleError
 
 
 class Filler:
@@ -59,7 +59,7 @@ class Filler:
             is_planned = any(state.filler in group.ordinal for group in groups)
             self.keep(state.filler, is_out=not (is_pooled or is_planned))
         elif is_needed and not reader.restored.keys_changed:
-            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
+            raise damaged_state("a step has no group, and there is no sample to fill it with")
 
     def make_data(self) -> None:
         """Make the data of the sample if it is lazy, as after a restore."""

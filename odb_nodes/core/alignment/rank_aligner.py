@@ -15,6 +15,7 @@ from odb_nodes.core.alignment.aligned_round import (
     LossRule,
     LossScaling,
     PlannedOrdinals,
+    damaged_state,
     digest_of_totals,
     info_of_step,
     ordinals_of,
@@ -280,7 +281,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         )
         self._filler.restore(state, groups, is_needed=None in step_groups[state.emitted :])
         self._confirms_end = not state.is_at_end
-        self._use_present_options(at_end=state.is_at_end)
+        self._use_present_options()
         self._want_groups()
 
     def _checked_groups(
@@ -296,8 +297,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         filler = state.filler
         if filler is not None and filler in reader.store and filler not in expected:
             expected.append(filler)  # A step has used the filler, and the store keeps it.
-        if sorted(expected) != stored or any(not len(group) for group in groups[in_round:]):
-            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
+        if sorted(expected) != stored:
+            raise damaged_state(
+                f"the {len(expected)} planned and pooled samples are not the {len(stored)} samples "
+                "that it has"
+            )
+        if not all(map(len, groups[in_round:])):
+            raise damaged_state("a group of the next round has no samples")
         settled = {ordinal for group in groups[:in_round] for ordinal in group.tolist()}
         for ordinal, change in reader.restored.changed.items():
             if ordinal in settled:
@@ -445,12 +451,16 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if self._failure is not None and plan.is_between_rounds:
             raise self._failure
 
+    def _group_nodes(self) -> list[WindowBucketer | PlannedGroups]:
+        """Return the nodes below that form groups."""
+        return [node for node in walk(self.source) if isinstance(node, _GROUP_FORMING_NODES)]
+
     def _agree(self) -> Exchanges[None]:
         """Raise an error, once after a reset, unless all ranks continue at the same step."""
         if self.peers.channel.agreed:
             return
         plan = self._plan
-        nodes = [node for node in walk(self.source) if isinstance(node, _GROUP_FORMING_NODES)]
+        nodes = self._group_nodes()
         are_known = any(isinstance(node, PlannedGroups) for node in nodes)
         config = {
             "lengths": "known before samples are read" if are_known else "observed",
@@ -527,41 +537,49 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 f"are not emitted in epoch {self._epochs.epoch}."
             )
 
-    def _use_present_options(self, *, at_end: bool) -> None:
+    def _use_present_options(self) -> None:
         """Plan the remaining steps anew if `exclude` or the limits have changed since the state."""
         plan = self._plan
-        nodes = [node for node in walk(self.source) if isinstance(node, _GROUP_FORMING_NODES)]
+        if plan.is_at_end:
+            return
+        nodes = self._group_nodes()
         keys_changed = any(node.restored.keys_changed for node in nodes)
         limits_changed = any(node.restored.limits_changed for node in nodes)
-        is_planned = len(plan.settled) or plan.formed
-        if keys_changed and not at_end and self._filler.block is not None:
+        if keys_changed and self._filler.block is not None:
             filler = self._filler.block.without_data()[0]
             if any(filler in node.excluded for node in nodes):
                 self._filler.keep(None)
-        if at_end or not is_planned or loading().leaves_epoch:
+        is_planned = len(plan.settled) or plan.formed
+        if not (keys_changed or limits_changed) or not is_planned or loading().leaves_epoch:
             return
-        if not (keys_changed or limits_changed):
-            return
-        emitted = plan.settled.emitted
-        micro_step = emitted % self.accumulate
-        groups = self._reader
-        plans_anew = not isinstance(groups, GroupReader) or groups.plans_anew
-        if keys_changed and (not plans_anew or micro_step):
+        reader = self._reader
+        plans_anew = not isinstance(reader, GroupReader) or reader.plans_anew
+        if keys_changed:
+            self._check_exclusions(plans_anew=plans_anew)
+        if plans_anew:
+            # to the end of the optimizer step
+            planned_steps = round_up(plan.settled.emitted, self.accumulate)
+            reader.put_back(plan.replan(planned_steps))
+
+    def _check_exclusions(self, *, plans_anew: bool) -> None:
+        """Raise a `StateError` if samples of planned groups cannot be excluded at this step."""
+        plan = self._plan
+        micro_step = plan.settled.emitted % self.accumulate
+        if not plans_anew:
+            cause = (
+                "its source must be a `WindowBucketer` or `PlannedGroups` itself, since a node in "
+                "between may hold samples. Resume from a state that was saved after the last step "
+                "of an epoch"
+            )
+        elif micro_step:
             cause = (
                 f"it is within an optimizer step of {self.accumulate} steps, of which {micro_step} "
-                "were weighed by a total that counts these samples. Resume from a state that was "
+                "were weighted by a total that counts these samples. Resume from a state that was "
                 "saved after an optimizer step, or without the new keys in `exclude`"
             )
-            if not plans_anew:
-                cause = (
-                    "its source must be a `WindowBucketer` or `PlannedGroups` itself, since a "
-                    "node in between may hold samples. Resume from a state that was saved after "
-                    "the last step of an epoch"
-                )
-            raise StateError(
-                f"{type(self).__name__} cannot exclude more samples at step {plan.step} of epoch "
-                f"{self._epochs.epoch}: {cause}."
-            )
-        if plans_anew:
-            planned_steps = round_up(emitted, self.accumulate)  # to the end of the optimizer step
-            groups.put_back(plan.replan(planned_steps))
+        else:
+            return
+        raise StateError(
+            f"{type(self).__name__} cannot exclude more samples at step {plan.step} of epoch "
+            f"{self._epochs.epoch}: {cause}."
+        )

@@ -17,14 +17,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from odb_nodes import PerSource
-from odb_nodes._support.content import (
-    array_of_ints,
-    content_digest,
-    difference,
-    flatten_row,
-    tensor_bytes,
-)
+from odb_nodes._support.content import tensor_bytes
+from odb_nodes._support.difference import difference
+from odb_nodes._support.digest import content_digest
 from odb_nodes._support.hashing import hash_ints, hash_rows, stable_name
+from odb_nodes.core.token_values import array_of_ints, flatten_row
 
 
 def matrix(number, *changed):
@@ -114,7 +111,7 @@ def test_fractions_are_digested_about_as_fast_as_integers():
 
 def test_a_digest_is_the_same_in_every_process():
     item = {"id": "x", "ids": [1, 2]}
-    code = f"from odb_nodes._support.content import content_digest; print(content_digest({item}))"
+    code = f"from odb_nodes._support.digest import content_digest; print(content_digest({item}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(run.stdout) == content_digest(item)
 

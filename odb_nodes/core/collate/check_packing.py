@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from odb_nodes._support.content import is_mapping
+from odb_nodes.core.token_values import is_mapping
 
 MOST_LEAK = 0.02
 """Largest change of other samples, relative to the change of the first sample; ideally 0.

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_bytes, int64_state
 from odb_nodes._support.checks import check_choice
 from odb_nodes.core.contract import EpochState, SourceState
 from odb_nodes.core.contract.state import integers_of
@@ -119,8 +119,7 @@ def damaged_state(detail: str) -> StateError:
 
 def totals_to_bytes(totals: IntArray) -> bytes | None:
     """Return the totals of the steps of a round, 32 bytes a step, and 8 for each task."""
-    # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
-    return totals.astype("<i8").tobytes() or None
+    return int64_state(totals)
 
 
 def totals_from_bytes(data: bytes | None, tasks: int = 0) -> IntArray:
@@ -134,7 +133,7 @@ def totals_from_bytes(data: bytes | None, tasks: int = 0) -> IntArray:
 
 def digest_of_totals(totals: IntArray) -> int:
     """Return a hash of the totals of a round, which is equal on all ranks."""
-    return zlib.crc32(totals.astype("<i8").tobytes())
+    return zlib.crc32(int64_bytes(totals))
 
 
 GroupsContent = tuple[list[int], bytes | None]
@@ -151,7 +150,7 @@ class PlannedOrdinals:
         """Return the ordinals of each group as plain data."""
         ordinals = [group.ordinal for group in self._groups if group is not None]
         sizes = [0 if group is None else len(group) for group in self._groups]
-        return sizes, np.concatenate(ordinals).astype("<i8").tobytes() if ordinals else None
+        return sizes, int64_state(np.concatenate(ordinals)) if ordinals else None
 
 
 def ordinals_of(content: GroupsContent) -> list[IntArray]:

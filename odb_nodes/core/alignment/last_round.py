@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from odb_nodes._support.arrays import int64_array, int64_bytes
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.peers import Exchanges, Message
 from odb_nodes.core.contract.again import restore_items
@@ -52,8 +53,8 @@ def level_last_round(
     skipped: list[LeftOut] = []
     budget_crc = np.array([zlib.crc32(repr(last_round.budget).encode())])
     report = np.concatenate((budget_crc, last_round.message()))
-    messages = yield Message(report.astype("<i8").tobytes(), where)
-    reports = [np.frombuffer(message, "<i8").astype(np.int64) for message in messages]
+    messages = yield Message(int64_bytes(report), where)
+    reports = [*map(int64_array, messages)]
     if len({int(report[0]) for report in reports}) == 1:  # All ranks have the same budget.
         received = last_round.give(last_round.moves([report[1:] for report in reports]))
         giving = with_digests(bucketer.store.look(last_round.given_away.ordinal)).without_data()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_array, int64_bytes
 from odb_nodes._support.checks import check_seconds
 from odb_nodes._support.processes import Owner
 from odb_nodes.core.alignment.aligned_round import LossRule
@@ -200,8 +200,8 @@ class Peers:
         if CostReport.message_size(messages[0].steps, self._tasks) <= self._size:
             gathered = [*self._gather(reports, where, self._size)]
         else:
-            parts = self._gather_bytes([row.astype("<i8").tobytes() for row in reports], where)
-            gathered = [np.frombuffer(part, "<i8").astype(np.int64) for part in parts]
+            parts = self._gather_bytes([*map(int64_bytes, reports)], where)
+            gathered = [*map(int64_array, parts)]
         return [CostReport.from_message(row, self._tasks) for row in gathered]
 
     def _agree(self, configs: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_array, int64_bytes
 from odb_nodes._support.checks import check_bool, check_count, check_integer, check_type
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes.core.collate.protocol import Collate, takes_step
@@ -171,7 +171,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             step_time=step_time,
         )
         self._make_group = GroupMaker(None)  # for a group that a worker could not send
-        self._lengths_crc = zlib.crc32(self._tokens.astype("<i8").tobytes())
+        self._lengths_crc = zlib.crc32(int64_bytes(self._tokens))
         self._exclusions = ExclusionCounter(self.budget, self.exclude, "sample {}")
         limits = Limits.of(self.budget)
         self._plan = ResumedPlan(self._epoch(), self._rank, limits, self._tokens[:0])
@@ -229,7 +229,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._exclusions.restore(state)
         try:
             if state.is_alone:
-                numbers = np.frombuffer(state.rows or b"", "<i8").astype(np.int64)
+                numbers = int64_array(state.rows)
             else:
                 order = self._order()
                 numbers = order[~self._are_excluded(order)]
@@ -307,7 +307,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             fields_of_data["data_id"] = self._data_id
         if self._blocks is not None:
             starts, is_mixed = self._blocks
-            crc = zlib.crc32(np.array(starts, "<i8").tobytes())
+            crc = zlib.crc32(int64_bytes(starts))
             fields_of_data["mixed_blocks"] = is_mixed
             fields_of_data["blocks"] = f"{len(starts)}, CRC-32 {crc}"
         return {

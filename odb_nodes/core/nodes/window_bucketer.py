@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_state
 from odb_nodes._support.checks import check_choice, check_count
 from odb_nodes._support.progress import SlowProgress
 from odb_nodes.core.contract import SourceState, StatefulNode, copy_state
@@ -344,7 +344,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
             has_own_limits=limits != Limits.of(self.budget),
             held=stored,
             numbered=self._numbers_samples,
-            caps=pool.caps.tobytes() or None,
+            caps=int64_state(pool.caps),
             largest_groups=planner.largest_groups,
             window=planner.window_state(),
             **self._exclusions.to_state(),

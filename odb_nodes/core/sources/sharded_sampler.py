@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_array, int64_bytes, int64_state
 from odb_nodes._support.checks import check_bool, check_count, check_integer
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes._support.processes import may_be_empty, resolve_rank
@@ -133,7 +133,7 @@ class Share:
         self._rank, self._world_size = rank, world_size
         self.state = state or SamplerState()  # defines the share; its position is not used
         self.done, self._start = self.state.done, self.state.start
-        self._extra: IntArray = np.frombuffer(self.state.extra or b"", "<i8").astype(np.int64)
+        self._extra = int64_array(self.state.extra)
 
     def count(self, size: int) -> int:
         """Return how many of `size` numbers are this rank's, including `done`."""
@@ -178,7 +178,7 @@ def divide_unread(
     extra = np.sort(np.concatenate(parts))
     extra = extra[: int(np.searchsorted(extra, size))]
     return [
-        SamplerState(start=start, extra=extra[rank::world_size].astype("<i8").tobytes() or None)
+        SamplerState(start=start, extra=int64_state(extra[rank::world_size]))
         for rank in range(world_size)
     ]
 
@@ -294,7 +294,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         """Return the configuration that decides the output; a state fits only an equal one."""
         data: dict[str, Any] = {} if self._data_id is None else {"data_id": self._data_id}
         if self._blocks is not None:
-            starts = zlib.crc32(np.array(self._blocks, "<i8").tobytes())
+            starts = zlib.crc32(int64_bytes(self._blocks))
             data["blocks"] = f"{len(self._blocks)}, CRC-32 {starts}"
             data["mixed_blocks"] = self._mixed_blocks
         return {

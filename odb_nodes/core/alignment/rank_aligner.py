@@ -8,14 +8,12 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.aligned_round import AlignerState as AlignerState
 from odb_nodes.core.alignment.aligned_round import (
     LossRule,
     LossScaling,
     PlannedOrdinals,
-    damaged_state,
     digest_of_totals,
     info_of_step,
     ordinals_of,
@@ -33,10 +31,14 @@ from odb_nodes.core.alignment.peers import (
     check_sharing,
     sharing_configs,
 )
+from odb_nodes.core.alignment.restored_groups import (
+    checked_groups,
+    group_nodes,
+    use_present_options,
+)
 from odb_nodes.core.alignment.user_groups import GroupReader
 from odb_nodes.core.contract import EpochNode, copy_state
-from odb_nodes.core.contract.config import loading
-from odb_nodes.core.contract.graph import budget_below, describe_empty_epoch, walk
+from odb_nodes.core.contract.graph import budget_below, describe_empty_epoch
 from odb_nodes.core.contract.node import check_node, snapshot
 from odb_nodes.core.nodes import WindowBucketer
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
@@ -51,9 +53,7 @@ from odb_nodes.core.planning.step_time import StepTime, TimeFn, step_time_of
 from odb_nodes.core.sample import LeftOut, Sample
 from odb_nodes.core.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.core.step_info import AlignedGroup
-from odb_nodes.errors import SampleError, StateError
-
-_GROUP_FORMING_NODES = (WindowBucketer, PlannedGroups)
+from odb_nodes.errors import SampleError
 
 
 class RankAligner(EpochNode[AlignedGroup, AlignerState]):
@@ -268,7 +268,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             if state.given_ended:
                 reader.planner.end()
         remaining = len(totals) - state.emitted
-        groups = self._checked_groups(state, ordinals, in_round=remaining)
+        groups = checked_groups(reader, state, ordinals, in_round=remaining)
         step_groups: list[Facts | None] = [None] * state.emitted
         step_groups += [group if len(group) else None for group in groups[:remaining]]
         self._plan.restore(
@@ -281,34 +281,16 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         )
         self._filler.restore(state, groups, is_needed=None in step_groups[state.emitted :])
         self._confirms_end = not state.is_at_end
-        self._use_present_options()
-        self._want_groups()
-
-    def _checked_groups(
-        self, state: AlignerState, groups: list[IntArray], in_round: int
-    ) -> list[Facts]:
-        """Return the facts of the groups of a state, after checks that no sample is missing."""
-        reader = self._reader
-        bucketer = self._bucketer
-        pooled = [] if bucketer is None else bucketer.planner.pool.ordinals().tolist()
-        stored = reader.store.ordinals().tolist()
-        planned = [ordinal for group in groups for ordinal in group.tolist()]
-        expected = planned + pooled
-        filler = state.filler
-        if filler is not None and filler in reader.store and filler not in expected:
-            expected.append(filler)  # A step has used the filler, and the store keeps it.
-        if sorted(expected) != stored:
-            raise damaged_state(
-                f"the {len(expected)} planned and pooled samples are not the {len(stored)} samples "
-                "that it has"
+        if not state.is_at_end:
+            use_present_options(
+                self._plan,
+                reader,
+                self._filler,
+                group_nodes(self.source),
+                self.accumulate,
+                self._epochs.epoch,
             )
-        if not all(map(len, groups[in_round:])):
-            raise damaged_state("a group of the next round has no samples")
-        settled = {ordinal for group in groups[:in_round] for ordinal in group.tolist()}
-        for ordinal, change in reader.restored.changed.items():
-            if ordinal in settled:
-                raise StateError(change)
-        return [reader.facts_of(group) for group in groups]
+        self._want_groups()
 
     def save(self) -> AlignerState:
         """Return the state of the source, the totals of the round, and the planned groups."""
@@ -451,16 +433,12 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if self._failure is not None and plan.is_between_rounds:
             raise self._failure
 
-    def _group_nodes(self) -> list[WindowBucketer | PlannedGroups]:
-        """Return the nodes below that form groups."""
-        return [node for node in walk(self.source) if isinstance(node, _GROUP_FORMING_NODES)]
-
     def _agree(self) -> Exchanges[None]:
         """Raise an error, once after a reset, unless all ranks continue at the same step."""
         if self.peers.channel.agreed:
             return
         plan = self._plan
-        nodes = self._group_nodes()
+        nodes = group_nodes(self.source)
         are_known = any(isinstance(node, PlannedGroups) for node in nodes)
         config = {
             "lengths": "known before samples are read" if are_known else "observed",
@@ -536,50 +514,3 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 f'`uneven="stop"`: another rank has ended, so {count} samples of rank {self.rank} '
                 f"are not emitted in epoch {self._epochs.epoch}."
             )
-
-    def _use_present_options(self) -> None:
-        """Plan the remaining steps anew if `exclude` or the limits have changed since the state."""
-        plan = self._plan
-        if plan.is_at_end:
-            return
-        nodes = self._group_nodes()
-        keys_changed = any(node.restored.keys_changed for node in nodes)
-        limits_changed = any(node.restored.limits_changed for node in nodes)
-        if keys_changed and self._filler.block is not None:
-            filler = self._filler.block.without_data()[0]
-            if any(filler in node.excluded for node in nodes):
-                self._filler.keep(None)
-        is_planned = len(plan.settled) or plan.formed
-        if not (keys_changed or limits_changed) or not is_planned or loading().leaves_epoch:
-            return
-        reader = self._reader
-        plans_anew = not isinstance(reader, GroupReader) or reader.plans_anew
-        if keys_changed:
-            self._check_exclusions(plans_anew=plans_anew)
-        if plans_anew:
-            # to the end of the optimizer step
-            planned_steps = round_up(plan.settled.emitted, self.accumulate)
-            reader.put_back(plan.replan(planned_steps))
-
-    def _check_exclusions(self, *, plans_anew: bool) -> None:
-        """Raise a `StateError` if samples of planned groups cannot be excluded at this step."""
-        plan = self._plan
-        micro_step = plan.settled.emitted % self.accumulate
-        if not plans_anew:
-            cause = (
-                "its source must be a `WindowBucketer` or `PlannedGroups` itself, since a node in "
-                "between may hold samples. Resume from a state that was saved after the last step "
-                "of an epoch"
-            )
-        elif micro_step:
-            cause = (
-                f"it is within an optimizer step of {self.accumulate} steps, of which {micro_step} "
-                "were weighted by a total that counts these samples. Resume from a state that was "
-                "saved after an optimizer step, or without the new keys in `exclude`"
-            )
-        else:
-            return
-        raise StateError(
-            f"{type(self).__name__} cannot exclude more samples at step {plan.step} of epoch "
-            f"{self._epochs.epoch}: {cause}."
-        )

@@ -18,7 +18,7 @@ from odb_nodes.core.planning.auto_window import AUTO, WindowSize
 from odb_nodes.core.planning.known_epochs import KnownJob, known_window
 from odb_nodes.core.planning.known_lengths import EpochPlan
 from odb_nodes.core.planning.sample_costs import SampleCosts
-from odb_nodes.core.sources.sharded_sampler import epoch_order
+from odb_nodes.core.sources.dataset_order import epoch_order
 from odb_nodes.errors import StateError
 
 

@@ -1,6 +1,6 @@
 """Which tests are slow, and how much of what can be sampled is tested.
 
-`slow.txt` lists the slow tests: those that took more than a quarter of a second on two quiet
+`slow.txt` lists the slow tests: those that took more than a tenth of a second on two quiet
 cores, or that start processes. `pytest -n 2 --runslow --record-slow` writes it anew. A file stands
 there whole where all its tests are slow, or where importing it takes seconds: the fast loop does
 not import it. A single slow case of a test is marked `slow` by hand; what belongs into the fast
@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
 TABLE = Path(__file__).with_name("slow.txt")
-SLOW_S = 0.25  # of a test with its fixtures
+SLOW_S = 0.1  # of a test with its fixtures
 
 # Hypothesis: examples of each property. `fast` is the fast loop's, `ci` that of a run of all tests.
 EXAMPLES = {"fast": 10, "ci": 100, "exhaustive": 1000}

@@ -205,7 +205,7 @@ def known(length_of=lambda index: len(tokens_of(index)), **options):
     return Kind({"lengths": lengths, "window": "auto", **options})
 
 
-def lies(index):
+def partly_wrong_length(index):
     """A length for `lengths`, wrong for one sample in three."""
     tokens = len(tokens_of(index))
     return tokens if index % 3 else max(1, tokens // 2 if index % 2 else 2 * tokens)
@@ -308,14 +308,16 @@ KINDS |= {
     "known": known(),
     "known windows": known(window=16),
     "known packed": known(token_budget=TokenBudget(90, layout="packed")),
-    "known lies": known(lies),
-    "known lies packed": known(lies, token_budget=TokenBudget(90, layout="packed")),
+    "known wrong lengths": known(partly_wrong_length),
+    "known wrong lengths packed": known(
+        partly_wrong_length, token_budget=TokenBudget(90, layout="packed")
+    ),
     "known random": known(lambda _: 12, process_fn=augmented, workers=THREADS),
     "known collate": known(collate_fn=noisy, accumulate=3, largest_first=2),
     "known own keys": known(observe=with_own_key, shuffle=False),
-    "known asks": known(lies)._replace(calls=ASKS),
-    "known stop": known(lies, uneven="stop")._replace(moves=False),
-    "known virtual": known(lies, virtual_ranks=4)._replace(ranks=(1, 2, 4)),
+    "known asks": known(partly_wrong_length)._replace(calls=ASKS),
+    "known stop": known(partly_wrong_length, uneven="stop")._replace(moves=False),
+    "known virtual": known(partly_wrong_length, virtual_ranks=4)._replace(ranks=(1, 2, 4)),
 }
 KINDS |= {
     f"virtual {name}": Kind(KINDS[name].options | {"virtual_ranks": 4}, ranks=(1, 2, 4))
@@ -524,12 +526,13 @@ def by_virtual_rank(steps):
     for of_ranks in steps:
         for process, batch in enumerate(of_ranks):
             info = batch.info
-            step, number = divmod(info.step, hosted := info.batches_per_step)
-            by_rank[info.epoch, step, process * hosted + number] = (
+            ranks_per_process = info.batches_per_step
+            step, number = divmod(info.step, ranks_per_process)
+            by_rank[info.epoch, step, process * ranks_per_process + number] = (
                 batch[1:],
                 batch.rows,
                 info.left_out,
-                (info.micro_step // hosted, info.micro_steps // hosted),
+                (info.micro_step // ranks_per_process, info.micro_steps // ranks_per_process),
                 (info.optimizer_samples, info.optimizer_targets, info.all_samples_this_step),
                 round(info.loss_scale / len(of_ranks), 9),
             )

@@ -22,7 +22,7 @@ def info_of(
     left_out=(),
     is_filler=False,
     per_rank=(),
-    hosted=1,
+    ranks_per_process=1,
 ):
     """The `StepInfo` of a step with these keys; (key, reason) or (key, source, reason) left out."""
     keys = tuple(keys)
@@ -45,7 +45,7 @@ def info_of(
         per_rank_sources=frozenset(per_rank),
         epoch=epoch,
         ends_epoch=ends,
-        batches_per_step=hosted,
+        batches_per_step=ranks_per_process,
     )
 
 

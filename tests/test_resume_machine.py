@@ -334,9 +334,9 @@ EVENTS = [
 
 # One kind of each source, budget and node.
 FAST = ["payload", "packed", "threads", "stop iterable", "auto window", "shapes", "own keys"]
-FAST += ["records", "collate", "mixed", "stateful", "known lies", "sampler", "accumulate", "cycle"]
-FAST += ["known asks", "own data", "known windows", "virtual threads", "stop", "set weights"]
-FAST += ["asks packed", "mixed kinds of sources", "virtual mixed", "no aligner"]
+FAST += ["records", "collate", "mixed", "stateful", "known wrong lengths", "sampler", "cycle"]
+FAST += ["accumulate", "known asks", "own data", "known windows", "virtual threads", "stop"]
+FAST += ["set weights", "asks packed", "mixed kinds of sources", "virtual mixed", "no aligner"]
 FAST += ["packed level in attention", "known collate", "early iterable", "known random"]
 FAST += ["padded level in time"]
 

@@ -22,13 +22,13 @@ class Once:
 
 
 class Epochs:
-    """An iterable that records the epochs it is told."""
+    """An iterable that records the epochs of `set_epoch`."""
 
     def __init__(self):
-        self.told = []
+        self.epochs = []
 
     def set_epoch(self, epoch):
-        self.told.append(epoch)
+        self.epochs.append(epoch)
 
     def __iter__(self):
         return iter([1, 2, 3])

@@ -78,14 +78,14 @@ class Holding:
     """A dataset that draws from generators of its own, and follows the epoch."""
 
     def __init__(self, size=20):
-        self.size, self.epoch, self.told = size, -1, []
+        self.size, self.epoch, self.epochs = size, -1, []
         self.python, self.numpy = random.Random(0), np.random.default_rng(0)
         self.legacy = np.random.RandomState(0)
         self.torch = torch.Generator()
 
     def set_epoch(self, epoch):
         self.epoch = epoch
-        self.told.append(epoch)
+        self.epochs.append(epoch)
 
     def __len__(self):
         return self.size

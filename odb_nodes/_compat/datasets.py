@@ -150,7 +150,7 @@ def independent_copy(stream: Any) -> Any:
     copied = object.__new__(type(stream))  # With `__setstate__`, both would share attributes.
     copied.__dict__.update(vars(stream))
     copied._epoch = copy.deepcopy(stream._epoch)
-    copied._ex_iterable = _own_stage(stream._ex_iterable)
+    copied._ex_iterable = _copy_of_stage(stream._ex_iterable)
     return copied
 
 
@@ -180,10 +180,10 @@ def _walk(stage: Any) -> Iterator[Any]:
         yield from _walk(source)
 
 
-def _own_stage(stage: Any) -> Any:
+def _copy_of_stage(stage: Any) -> Any:
     copied = copy.copy(stage)
     if hasattr(stage, "ex_iterable"):
-        copied.ex_iterable = _own_stage(stage.ex_iterable)
+        copied.ex_iterable = _copy_of_stage(stage.ex_iterable)
     if hasattr(stage, "ex_iterables"):
-        copied.ex_iterables = [*map(_own_stage, stage.ex_iterables)]
+        copied.ex_iterables = [*map(_copy_of_stage, stage.ex_iterables)]
     return copied

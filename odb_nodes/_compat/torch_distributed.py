@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _FOREVER = timedelta(days=365)
 
 
-def job_store() -> Any:
+def job_store() -> dist.Store:
     """Return a new connection to the store of the job.
 
     A store serves one call at a time, and gloo waits for other ranks within a call. Threads that
@@ -28,9 +28,10 @@ def job_store() -> Any:
     """
     store: Any = dist.distributed_c10d._get_default_store()
     try:
-        return store.clone()
+        connection: dist.Store = store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):  # of this process, or of old torch
-        return store
+        connection = store
+    return connection
 
 
 class RefusingCollectives(TorchDispatchMode):
@@ -66,19 +67,22 @@ def abort_groups() -> None:
             group.abort()
 
 
-def gloo_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+def gloo_group(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float
+) -> dist.ProcessGroupGloo:
     """Return a gloo group of the ranks that meet at `store`, not registered with the job."""
     return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
 
 
-def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], tensor: torch.Tensor) -> Any:
+def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], tensor: torch.Tensor) -> dist.Work:
     """Start an all-gather without waiting for it, and return its work.
 
     It has no timeout within gloo, which would close the connection after the caller gave up.
     """
     options = dist.distributed_c10d.AllgatherOptions()
     options.timeout = _FOREVER
-    return group.allgather([list(parts)], [tensor], options)
+    work: dist.Work = group.allgather([list(parts)], [tensor], options)
+    return work
 
 
 def is_wait_timeout(error: RuntimeError) -> bool:

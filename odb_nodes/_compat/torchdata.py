@@ -144,7 +144,8 @@ def set_epoch(node: BaseNode[Any], epoch: int) -> None:
         return
     # A reset after an item begins the epoch that the updater returns; a second one repeats it.
     sampler, updater = node.sampler, node.epoch_updater
-    node.epoch, node.epoch_updater = epoch, lambda _: epoch
+    node.epoch = epoch
+    node.epoch_updater = lambda _: epoch
     node.sampler = ()  # type: ignore[assignment]
     try:
         node.reset(None)

@@ -107,7 +107,8 @@ def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
     from transformers.trainer_callback import DefaultFlowCallback, TrainerControl
 
     def flow(max_steps: int) -> Any:
-        seen, wanted = copy.copy(state), TrainerControl()
+        seen = copy.copy(state)
+        wanted = TrainerControl()
         seen.max_steps = max_steps
         DefaultFlowCallback().on_step_end(args, seen, wanted)
         return wanted

@@ -252,7 +252,8 @@ class LockedFile:
 
     def forget(self) -> None:
         """Close the file as a kill does: the lock stays if a forked child has a copy of it."""
-        file, self._file = getattr(self, "_file", None), None
+        file = getattr(self, "_file", None)
+        self._file = None
         if file is not None:
             os.close(file)
 

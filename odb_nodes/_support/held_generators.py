@@ -59,7 +59,8 @@ class HeldGenerators:
         if self._is_complete:
             return result
         before = {*map(id, self._generators or ())}
-        self._generators, self._is_complete = [*generators_in(self._holders)], True
+        self._generators = [*generators_in(self._holders)]
+        self._is_complete = True
         if before.issuperset(map(id, self._generators)):
             return result
         return self.call(run, *unchanged, key=key, seed=seed)

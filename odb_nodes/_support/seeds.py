@@ -95,12 +95,13 @@ def exclusive_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
     If this block takes longer than `limit_s`, threads that wait for its end raise a `WorkerError`.
     """
     turns = _turns  # A fork meanwhile makes other turns for the child.
-    number, start_s = turns.number, time.monotonic()
+    number = turns.number
+    start_s = time.monotonic()
     while not turns.lock.acquire(timeout=_POLL_S):
-        if (
-            turns.number != number
-        ):  # Another thread has begun a turn: wait for the end of that turn.
-            number, start_s = turns.number, time.monotonic()
+        # If another thread has begun a turn, wait for the end of that turn.
+        if turns.number != number:
+            number = turns.number
+            start_s = time.monotonic()
         elif 0 < turns.limit_s < time.monotonic() - start_s:
             raise WorkerError(
                 f"a thread that processes a sample has kept the random generators and the dataset "

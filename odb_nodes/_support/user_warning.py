@@ -37,7 +37,8 @@ def warn_user(message: str, *, once: Hashable = None) -> None:
 def _user_level() -> int:
     frame, level = sys._getframe(1), 1  # the frame of `warn_user`
     while (caller := frame.f_back) is not None:
-        frame, level = caller, level + 1
+        frame = caller
+        level += 1
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
             return level
     return 2

@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except commands.UsageError as error:
         command.error(str(error))
     except Exception as error:
-        place, name = _line_of_user(error), type(error).__name__
+        place = _line_of_user(error)
+        name = type(error).__name__
         if not place and not isinstance(error, _EXPECTED):
             raise
         text = (str(error).splitlines() or [""])[0]

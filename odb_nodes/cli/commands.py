@@ -116,7 +116,8 @@ def _print_oversize(table: LengthTable, budget: TokenBudget) -> None:
 def profile(args: Namespace) -> None:
     """Show the lengths of a dataset, and compare ways to make batches of it."""
     data = Data(args, ["json", "html"])
-    budget, job = data.budget(args.budget), data.job()
+    budget = data.budget(args.budget)
+    job = data.job()
     window = job.pop("window")
     from odb_nodes.tools.profile import profile as make_profile
 
@@ -194,8 +195,10 @@ def tune(args: Namespace) -> None:
     Times are estimates that do not count image patches.
     """
     data = Data(args)
-    job, limit = data.job(), data.loader_budget
-    world_size, accumulate = args.ranks or data.options.virtual_ranks or 1, job.pop("accumulate")
+    job = data.job()
+    limit = data.loader_budget
+    world_size = args.ranks or data.options.virtual_ranks or 1
+    accumulate = job.pop("accumulate")
     tokens_per_step = args.tokens_per_step
     if tokens_per_step is None and limit is not None and args.limit is None:
         tokens_per_step = limit.tokens * accumulate * world_size

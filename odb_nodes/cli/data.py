@@ -267,6 +267,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _dataset_of(data: str) -> Any:
+    _check_no_script(data)
     path = Path(data)
     if not path.exists() and _is_function_name(data):
         if (returned := load_function(data)()) is None:
@@ -311,8 +312,19 @@ def _is_function_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", text) is not None
 
 
+def _check_no_script(name: str) -> None:
+    path, _, function = name.partition(":")
+    if path.endswith(".py"):
+        module = ".".join(Path(path).with_suffix("").parts)
+        raise ValueError(
+            f"`{name}` must be a module and a function, and not a file: write "
+            f"`{module}:{function or 'make_loader'}` (module:function)."
+        )
+
+
 def load_function(name: str) -> Any:
     """Import the function `module:function`, also from the current folder."""
+    _check_no_script(name)
     if not _is_function_name(name):
         raise ValueError(f"`{name}` must be `module:function`, such as `train:make_loader`.")
     module, _, function = name.partition(":")

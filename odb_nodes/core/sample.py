@@ -11,13 +11,13 @@ __all__ = [
     "COUNTED",
     "IGNORE_INDEX",
     "ItemKey",
+    "LazyData",
     "LeftOut",
     "Observation",
     "Observe",
     "Sample",
     "Skipped",
     "SourceItem",
-    "StoredData",
     "data_of",
 ]
 
@@ -33,7 +33,7 @@ COUNTED = ("labels", "tokens", "samples", "observed")
 with one label; or the count that `observe` has returned."""
 
 
-class StoredData(ABC):
+class LazyData(ABC):
     """Data of a sample that is loaded when it is needed."""
 
     __slots__ = ()
@@ -44,9 +44,9 @@ class StoredData(ABC):
 
 
 def data_of(sample: Sample) -> Any:
-    """Return the data of a sample, loaded if it is a `StoredData`."""
+    """Return the data of a sample, loaded if it is a `LazyData`."""
     data = sample.data
-    return data.load() if isinstance(data, StoredData) else data
+    return data.load() if isinstance(data, LazyData) else data
 
 
 class Sample(NamedTuple):
@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 
     Attributes:
         data: the result of processing, for the collate function. If workers collate, a
-            `StoredData`, which `data_of` loads.
+            `LazyData`, which `data_of` loads.
         tokens: length in tokens, without the padding of a batch.
         targets: supervised tokens after the causal shift; 1 for a single label.
         patches: image patches, 0 for text.

@@ -296,7 +296,7 @@ def kept_rows(data: Any, rows: IntArray) -> Any:
     """Return a holder of only these rows of `data`; `None` if `data` cannot be cut down."""
     if isinstance(data, list):
         return [data[row] for row in rows.tolist()]
-    return data.kept(rows) if hasattr(data, "kept") else None
+    return data.take_rows(rows) if hasattr(data, "take_rows") else None
 
 
 _numbers = count()
@@ -364,12 +364,16 @@ def check_fits(sample: Sample) -> None:
 def _row_of(sample: Sample) -> tuple[Any, ...]:
     _, tokens, targets, patches, source, counted, key, item, digest, task, ordinal, padding = sample
     item_source, number, world_size, repeat = (None, NONE, 0, 0) if item is None else item
+    if key is None:
+        key = NONE
+    elif key == NONE:  # It stands for no key, so it is no valid key: an array rejects `None`.
+        key = None
     return (
         tokens,
         targets,
         patches,
         _KINDS[source, counted, task, item_source, world_size, padding],
-        NONE if key is None else None if key == NONE else key,
+        key,
         number,
         repeat,
         NONE if digest is None else digest,

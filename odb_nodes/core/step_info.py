@@ -29,7 +29,7 @@ class SourceCount(NamedTuple):
     tokens: int
 
 
-def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
+def fields_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the fields of a `StepInfo` that describe the samples in its batch."""
     block = SampleBlock.of(samples)
     codes = block.facts[KIND].tolist()
@@ -41,9 +41,11 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     if any(kind.task for kind in kinds.values()):
         tasks = [kinds[code].task_name for code in codes]
     keys = block.facts[KEY].tolist()
+    if NONE in keys:
+        keys = [None if key == NONE else key for key in keys]
     return {
         "local_sources": _counts_by(sources, lengths),
-        "keys": tuple([None if key == NONE else key for key in keys] if NONE in keys else keys),
+        "keys": tuple(keys),
         "row_sources": tuple(sources),
         "row_tasks": tuple(tasks),
         "local_task_targets": _targets_by(tasks, block.targets.tolist()),
@@ -194,7 +196,7 @@ class StepInfo:
         samples = SampleBlock.of(samples)
         targets = int(samples.targets.sum())
         kinds = {kind.counted for kind in samples.kinds}
-        row_fields = facts_of_rows(samples)
+        row_fields = fields_of_rows(samples)
         return cls(
             step=step,
             local_samples=len(samples),

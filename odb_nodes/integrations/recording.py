@@ -99,7 +99,7 @@ class StepRecorder:
             self.monitor.step(batch, info, wait_s=wait_s, **measured)  # type: ignore[union-attr]
 
     def take_metrics(
-        self, gather: Callable[[torch.Tensor], torch.Tensor], device: Any
+        self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str
     ) -> dict[str, float]:
         """Return `odb/*` of the steps since the last call; see `StepMeter.take_metrics`."""
         if not len(self.meter):

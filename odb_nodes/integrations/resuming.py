@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from odb_nodes.core.contract import NodeState
 from odb_nodes.core.contract.config import CHANGE_REMEDY
 from odb_nodes.core.loader.dataloader import ODBDataLoader
-from odb_nodes.core.loader.reshard_nodes import check_same
+from odb_nodes.core.loader.reshard_states import check_same
 from odb_nodes.errors import PositionError, StateError
 from odb_nodes.training.checkpoints.rank_states import saved_states
 from odb_nodes.training.checkpoints.resharding import reshard

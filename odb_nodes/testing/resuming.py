@@ -95,7 +95,8 @@ def assert_resumes_exactly(
     for start in range(0, len(states), every):
         run.resume(states[start], start, horizon, thorough=run.count % 2 == 1)
     for start in range(0, len(states) if chain else 0, max(1, len(states) // 8)):
-        state, position = states[start], start
+        state = states[start]
+        position = start
         for link in range(chain):
             items = min(1 + (start + link) % 5, len(reference) - position)
             state = run.resume(state, position, items)
@@ -114,7 +115,8 @@ class _Resumes:
     def resume(self, state: Any, start: int, items: int | None, *, thorough: bool = False) -> Any:
         """Compare `items` items of a graph resumed from `state`; return its state after them."""
         self.count += 1
-        data, reference = _saved(state), self._reference
+        data = _saved(state)
+        reference = self._reference
         stop = len(reference) if items is None else start + items
         self.largest_bytes = max(self.largest_bytes, len(data))
         graph = self._make_graph()
@@ -205,7 +207,9 @@ def _watched_resets(graph: Any) -> Iterator[list[str]]:
     nodes = walk(root) if isinstance(root, BaseNode) else ()
     watched = [node for node in nodes if isinstance(node, StatefulNode)]
 
-    def reset_and_compare(node: StatefulNode[Any, Any], reset: Any, state: Any = None) -> None:
+    def reset_and_compare(
+        node: StatefulNode[Any, Any], reset: Callable[[Any], None], state: Any = None
+    ) -> None:
         # Not compared: sources of torchdata may save another state than they were reset to.
         hidden = {*source_fields(cast(Any, node.STATE)), "digest"}
         before = copy_state(state)

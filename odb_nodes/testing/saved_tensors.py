@@ -18,7 +18,8 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor, meter: SavedTensorMeter) -> None:
         # Detached: a result refers to its node, and the node to this object: a cycle.
-        self.tensor, self._meter = tensor.detach(), meter
+        self.tensor = tensor.detach()
+        self._meter = meter
         self._storage = tensor.untyped_storage()
         meter._take(self._storage)
 

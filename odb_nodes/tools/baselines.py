@@ -135,7 +135,8 @@ def fixed_batches(
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(lengths), generator=generator).tolist()
     # As Accelerate deals them out: the first samples fill up the last step of several ranks.
-    if world_size > 1 and (over := len(order) % (size * world_size)):
+    over = len(order) % (size * world_size)
+    if world_size > 1 and over:
         order += np.resize(order[: size * world_size], size * world_size - over).tolist()
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     return _in_steps(batches, world_size, filler=[])
@@ -148,7 +149,8 @@ def _in_steps(groups: Sequence[Any], ranks: int, filler: Any = None) -> list[tup
 
 def _groups_under(table: LengthTable, rows: IntArray, budget: TokenBudget) -> list[SampleBlock]:
     """Return samples as groups, longest first."""
-    pool, tokens = RollingPool(budget, max(1, len(rows))), table.tokens[rows]
+    pool = RollingPool(budget, max(1, len(rows)))
+    tokens = table.tokens[rows]
     pool.add(np.arange(len(rows)), tokens, table.patches[rows])
     pool.count(len(rows))
     groups = []

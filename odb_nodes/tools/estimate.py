@@ -83,7 +83,8 @@ def estimate_epoch(loader: ODBDataLoader, samples: int | None = ESTIMATE_SAMPLES
         ValueError: `samples` is not valid, or there is no step.
         SampleError: a sample cannot be processed.
     """
-    table, options = table_of_loader(loader, samples), loader.options
+    table = table_of_loader(loader, samples)
+    options = loader.options
     processes = group_rank(options.process_group)[1]
     job = replace(job_of(options, processes), lengths_known=knows_lengths(loader))
     shuffle = options.shuffle is not False and options.sampler is None

@@ -116,7 +116,8 @@ def _inspections(state: Any, name: str) -> Iterator[Inspection]:
     for graph in root["sources"].values() if root.get("node") == "VirtualRanks" else [root]:
         nodes = [*_nodes(graph)]
         by_name = dict(reversed([(node["node"], node) for _, node in nodes]))
-        facts, round_digest = _facts_of(loader, by_name), 0
+        facts = _facts_of(loader, by_name)
+        round_digest = 0
         content = by_name.get("WindowBucketer", {}).get("held")
         if aligner := by_name.get("RankAligner"):
             steps = totals_from_bytes(aligner["totals"], aligner["tasks"])

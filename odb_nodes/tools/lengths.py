@@ -38,7 +38,7 @@ from odb_nodes.core.sources.dataset_order import shuffle_blocks
 from odb_nodes.core.sources.datasets import source_of
 from odb_nodes.core.sources.jsonl_source import JsonlSource
 from odb_nodes.core.sources.known_lengths import TABLE_VERSION, data_id_of, read_length_file
-from odb_nodes.core.sources.mixing import check_names
+from odb_nodes.core.sources.mixing import check_same_names
 
 __all__ = ["LengthTable", "observe_lengths"]
 
@@ -263,7 +263,7 @@ def observe_lengths(
     functions: Any = process_fn
     if not isinstance(process_fn, Mapping):
         functions = dict.fromkeys(named, process_fn)
-    check_names("process_fn", functions, "dataset", named)
+    check_same_names("process_fn", functions, "dataset", named)
     made_by = {"seed": str(seed)}
     for name, function in {**functions, "observe": observe}.items():
         if function is not None:
@@ -325,8 +325,9 @@ class _Observed:
         self._sizes |= {source: count * stands_for for source, count in read.items()}
         if keys is None and _is_stream(dataset):
             self._streams += read
-        if samples is None and is_map_style(dataset) and (blocks := shuffle_blocks(dataset)):
-            self._blocks[name] = blocks
+        if samples is None and is_map_style(dataset):
+            if blocks := shuffle_blocks(dataset):
+                self._blocks[name] = blocks
 
     def table(self, made_by: Mapping[str, str], data_id: str) -> LengthTable:
         """Return the table; warn if more than half of the samples are skipped."""

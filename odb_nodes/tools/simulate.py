@@ -83,7 +83,8 @@ def simulate(
     if isinstance(lengths, LengthTable):
         table = lengths
     else:
-        table, shuffle = LengthTable.of(lengths), shuffle and job.lengths_known
+        table = LengthTable.of(lengths)
+        shuffle = shuffle and job.lengths_known
     return TableEpoch(table=table, shuffle=shuffle, weights=weights).report(job)
 
 
@@ -236,8 +237,10 @@ class SimulationReport:
         cls, batches: Batches, budget: TokenBudget, accumulate: int = 1
     ) -> SimulationReport:
         """Return the report of batches; an optimizer step has `accumulate` of them."""
-        padded, is_batch = batches.padded, batches.rows > 0
-        ranks, most = padded.shape[1], padded.max(axis=1)
+        padded = batches.padded
+        is_batch = batches.rows > 0
+        ranks = padded.shape[1]
+        most = padded.max(axis=1)
         samples, real = batches.samples.sum(axis=1), batches.real.sum(axis=1)
         fillers = (~is_batch).sum(axis=1)
         capacity = ranks * most.sum()

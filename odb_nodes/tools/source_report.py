@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
 from odb_nodes._support.checks import check_type
 from odb_nodes._support.text import markdown_table
-from odb_nodes.core.sources.mixing import check_names
+from odb_nodes.core.sources.mixing import check_same_names
 from odb_nodes.core.step_info import SourceCount, StepInfo, add_counts
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["SourceReport"]
 
@@ -52,7 +55,7 @@ class SourceReport:
         total = sum(getattr(count, by) for count in self._counts.values())
         return {name: getattr(count, by) / total for name, count in self._counts.items()}
 
-    def over_ranks(self, process_group: Any = None) -> SourceReport:
+    def over_ranks(self, process_group: ProcessGroup | None = None) -> SourceReport:
         """Return the sums over all ranks. A collective: all ranks call it, at the same point.
 
         Args:
@@ -78,7 +81,7 @@ class SourceReport:
         if weights is not None:
             if isinstance(weights, Mapping):  # Some sources may have no counts yet.
                 counts = dict.fromkeys(weights, SourceCount(0, 0)) | counts
-            check_names("weights", weights, "sources", counts)
+            check_same_names("weights", weights, "sources", counts)
         total = sum(weights.values()) if weights else 1.0
         samples, tokens = self.shares("samples"), self.shares("tokens")
         rows = []

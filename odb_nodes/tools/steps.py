@@ -170,9 +170,9 @@ def remake_from_checkpoint(
         states = [*map(load_state, rank_files(states))]
     collator_states: list[Any] = []
     for rank, state in enumerate(states):
-        hosted = part_of(state, "VirtualRanks").get("sources", {"": state})
+        graphs = part_of(state, "VirtualRanks").get("sources", {"": state})
         collator_states += [
-            part_of(graph_state, "GroupCollator") for graph_state in hosted.values()
+            part_of(graph_state, "GroupCollator") for graph_state in graphs.values()
         ]
         if not collator_states[-1]:
             raise StateError(
@@ -295,13 +295,15 @@ def _with_info(
     facts: dict[str, Any] = {name: getattr(record, name) for name in names}
     if graph.aligner is None:
         return group, replace(graph.collator.info_of(group, record.step), **facts)
-    measure = graph.aligner.measure
-    nothing = GroupCost(0, 0, 0, tasks=(0,) * len(measure.tasks))
-    costs = [[measure(group) if group else nothing for group in of_rank] for of_rank in groups]
+    cost_estimator = graph.aligner.cost_estimator
+    nothing = GroupCost(0, 0, 0, tasks=(0,) * len(cost_estimator.tasks))
+    costs = [
+        [cost_estimator(group) if group else nothing for group in of_rank] for of_rank in groups
+    ]
     settled = SettledRound(step_totals(costs))
     rows = NO_SAMPLES if record.is_filler else group
     return rows, info_of_step(
-        settled, index, rows, graph.aligner.rule, measure, step=record.step, **facts
+        settled, index, rows, graph.aligner.rule, cost_estimator, step=record.step, **facts
     )
 
 

@@ -112,7 +112,9 @@ def outcome_of(
     """Plan an epoch under a choice, and return its figures."""
     job = replace(job, **vars(choice))
     batches, scale = epoch.batches(job), epoch.scale(job)
-    steps, samples, padded = len(batches.rows), batches.samples, batches.padded
+    steps = len(batches.rows)
+    samples = batches.samples
+    padded = batches.padded
     times = np.where(padded > 0, step_time.seconds_of(padded, batches.squares), 0.0)
     slowest_s = times.max(axis=1).sum()
     of_rank = -(-epoch.table.num_samples // job.world_size)
@@ -173,7 +175,8 @@ class Tuning(Shown):
 
     def code(self) -> str:
         """Return code to paste: a loader, and the configuration of a `Trainer`."""
-        choice, samples = self.best.choice, round(self.best.samples_per_step)
+        choice = self.best.choice
+        samples = round(self.best.samples_per_step)
         budget = budget_code(choice.budget)
         options = f"token_budget={budget}, window={choice.window}, round_size={choice.round_size}"
         for name in ("uneven", "largest_first", "diversity", "window_start"):

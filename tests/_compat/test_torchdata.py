@@ -135,7 +135,7 @@ def test_a_sampler_wrapper_begins_the_epoch_that_is_set_from_outside(items):
         node.reset(None)
         list(islice(node, items))
     node.reset(None)
-    assert sampler.told == [5, 7, 8 if items else 7]
+    assert sampler.epochs == [5, 7, 8 if items else 7]
 
 
 def test_nothing_of_the_stateful_dataloader_is_imported():

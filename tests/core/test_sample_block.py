@@ -213,7 +213,7 @@ def test_values_of_a_key_come_out_as_they_went_in(kind):
     for again in (columns, sent(columns)):
         check_rows(again, data)
         check_rows(again[1:3], data[1:3])
-        kept = again.kept(np.array([3, 0]))
+        kept = again.take_rows(np.array([3, 0]))
         check_rows(kept, [data[3], data[0]])
         if kind in JOINED:
             assert kept.column("value").values.base is None  # a buffer of its own
@@ -223,7 +223,7 @@ def test_values_of_a_key_come_out_as_they_went_in(kind):
 def test_columns_of_like_rows_share_their_offsets():
     data = [{"ids": np.arange(n), "labels": np.arange(n), "one": np.arange(1)} for n in LENGTHS]
     columns = DataColumns.of(data)
-    for again in (columns, columns.kept(np.array([2, 1])), sent(columns)):
+    for again in (columns, columns.take_rows(np.array([2, 1])), sent(columns)):
         ids, labels, one = map(again.column, ("ids", "labels", "one"))
         assert ids.offsets is labels.offsets is not one.offsets
 
@@ -252,7 +252,7 @@ def test_other_data_stay_as_they_are(data):
     assert columns.keys is None and columns.column("a") is None
     assert [*map(repr, sent(columns))] == [*map(repr, data)]
     assert columns[1:] == data[1:]
-    assert [*columns.kept(np.arange(len(data))[::-1])] == data[::-1]
+    assert [*columns.take_rows(np.arange(len(data))[::-1])] == data[::-1]
 
 
 TEXTS = [{"input_ids": np.array([5, 6]), "labels": np.array([7, 8])} for _ in range(2)]

@@ -63,7 +63,7 @@ JOBS = {
     "packed": (1, packed),
     "mixed": (2, of_kind(KINDS["mixed"], accumulate=2)),
     "filling": (2, own_data(20)),
-    "known": (2, of_kind(KINDS["known lies"], collate_fn=drawing)),
+    "known": (2, of_kind(KINDS["known wrong lengths"], collate_fn=drawing)),
 }
 
 

@@ -22,7 +22,7 @@ from odb_nodes.core.planning.group_planner import RoundSettings
 from odb_nodes.core.planning.rank_plan import SettledRound
 from odb_nodes.core.planning.rounds import COLUMNS
 from odb_nodes.core.sample_block import SampleBlock
-from odb_nodes.core.step_info import StepInfo, facts_of_rows
+from odb_nodes.core.step_info import StepInfo, fields_of_rows
 from odb_nodes.errors import StateError
 
 LossScaling = Literal["exact", "approx", "none"]
@@ -65,7 +65,7 @@ def info_of_step(
     index: int,
     group: SampleBlock,
     rule: LossRule,
-    measure: GroupCostEstimator,
+    cost_estimator: GroupCostEstimator,
     **fields: Any,
 ) -> StepInfo:
     """Return the `StepInfo` of step `index` of a round; `group` is empty for a filler step.
@@ -99,12 +99,12 @@ def info_of_step(
         ),
         optimizer_samples=optimizer_samples,
         optimizer_targets=optimizer_targets,
-        modalities=measure.modalities_in(step_flags),
+        modalities=cost_estimator.modalities_in(step_flags),
         counted=counted_in(reduce(or_, flags)),
         world_size=rule.world_size,
         batches_per_step=rule.batches,
-        task_targets=dict(zip(measure.tasks, map(sum, task_targets), strict=True)),
-        **facts_of_rows(group),
+        task_targets=dict(zip(cost_estimator.tasks, map(sum, task_targets), strict=True)),
+        **fields_of_rows(group),
         **fields,
     )
 

@@ -16,7 +16,7 @@ from odb_nodes.core.contract.again import restore_items
 from odb_nodes.core.nodes import WindowBucketer
 from odb_nodes.core.nodes.sample_records import with_digests
 from odb_nodes.core.planning.rank_plan import LastRound
-from odb_nodes.core.processing.observation import digest_of
+from odb_nodes.core.processing.observation import digest_of_sample
 from odb_nodes.core.sample import ItemKey, LeftOut, Sample, Skipped, name_of
 from odb_nodes.core.sample_block import SampleBlock
 
@@ -34,7 +34,7 @@ class _TransferredSample(NamedTuple):
     def of(cls, sample: Sample) -> _TransferredSample:
         assert sample.item is not None
         source, key, _, repeat = sample.item
-        return cls(source, key, repeat, sample.tokens, digest_of(sample))
+        return cls(source, key, repeat, sample.tokens, digest_of_sample(sample))
 
     def item(self, world_size: int) -> ItemKey:
         return ItemKey(self.source, self.key, world_size, self.repeat)
@@ -86,13 +86,14 @@ def _make(
         if sample.tokens != transferred.tokens:
             tokens = f"had {transferred.tokens} tokens there, and has {sample.tokens} here"
             changes.append(f"a sample{name_of(sample)} {tokens}.")
-        elif digest_of(sample) != transferred.digest:
+        elif digest_of_sample(sample) != transferred.digest:
             changes.append(f"a sample{name_of(sample)} has other content here.")
     if changes:
         warn_user(
             f"rank {rank} received {len(received)} samples of other ranks, and {len(changes)} of "
-            f"them differ here: {changes[0]} Either processing is not deterministic "
-            "(`ParallelProcessor(seed=...)` seeds the global generators), or the ranks do not have "
+            f"them differ here: {changes[0]} Either processing (`process_fn`) is not "
+            "deterministic (`ODBDataLoader` and `ParallelProcessor(seed=...)` seed the global "
+            "generators), or the ranks do not have "
             "the same data in the same order. Then some samples are lost, and other samples come "
             "twice."
         )

@@ -9,8 +9,8 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._support.user_warning import warn_user
-from odb_nodes.core.alignment.aligned_round import AlignerState as AlignerState
 from odb_nodes.core.alignment.aligned_round import (
+    AlignerState,
     LossRule,
     LossScaling,
     PlannedOrdinals,
@@ -140,11 +140,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             round_size=round_up(options.round_size, options.accumulate),
             step_time=step_time_of(step_time, budget_below(source)),
         )
-        self.measure = GroupCostEstimator(
+        self.cost_estimator = GroupCostEstimator(
             budget_below(source), self._options.step_time, modalities, tasks
         )
         self.source = source
-        tasks_count = len(self.measure.tasks)
+        tasks_count = len(self.cost_estimator.tasks)
         message_size = CostReport.message_size(self._options.round_size, tasks_count)
         self._number = 0  # number of the virtual rank in this process
         self._rule = LossRule(accumulate=options.accumulate, scaling=loss_scaling)
@@ -177,7 +177,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             world_size=self.peers.world_size,
             epoch=self._epochs.epoch,
             shares_rest=self._bucketer is not None and self._bucketer.can_restore,
-            tasks=len(self.measure.tasks),
+            tasks=len(self.cost_estimator.tasks),
         )
 
     @property
@@ -304,7 +304,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             step=plan.step,
             emitted=plan.settled.emitted,
             totals=totals_to_bytes(plan.settled.totals),
-            tasks=len(self.measure.tasks),
+            tasks=len(self.cost_estimator.tasks),
             last=plan.is_last,
             settings=plan.settings.to_state(),
             groups=groups,
@@ -336,7 +336,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             "loss_scaling": self._rule.scaling,
             "accumulate": self._rule.accumulate,
             "seed": self._options.seed,
-            **self.measure.fingerprint(),
+            **self.cost_estimator.fingerprint(),
         }
 
     def next(self) -> AlignedGroup:
@@ -368,7 +368,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             index,
             group,
             rule,
-            self.measure,
+            self.cost_estimator,
             step=step * rule.batches + rule.batch,
             epoch=self._epochs.epoch,
             ends_epoch=plan.is_at_end and rule.batch == rule.batches - 1,
@@ -414,7 +414,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     # --------------------------------------------------------------------------------------------
 
     def _measured(self, group: Facts) -> GroupCost:
-        return self.measure(self._reader.store.look(group.ordinal))
+        return self.cost_estimator(self._reader.store.look(group.ordinal))
 
     def _form_groups(self) -> None:
         """Form the groups that are due before the next step.

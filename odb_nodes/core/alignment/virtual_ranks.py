@@ -121,7 +121,8 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         return ("virtual_ranks", "world_size")
 
     def _take_step(self) -> None:
-        self._states()  # taken before the step, for states within the step
+        # A state within the step has the states of the graphs from before the step.
+        self._states()
         aligners = self._aligners
         peers = aligners[0].peers
         peers.check_process()

@@ -126,7 +126,8 @@ def _check_takes_mask(model: Any, batch: Mapping[str, Any]) -> None:
             f"packed row with `mask_dtype` has, but is {attention!r} instead, which takes none. "
             'Load the model with `attn_implementation="sdpa"`.'
         )
-    window, positions = getattr(config, "sliding_window", None), batch.get("position_ids")
+    window = getattr(config, "sliding_window", None)
+    positions = batch.get("position_ids")
     if window is not None and positions is not None and positions.max() >= window:
         raise ValueError(
             f"samples must have at most {window} tokens, the `sliding_window` of the model, but "
@@ -143,7 +144,8 @@ def _first_part(batch: Mapping[str, Any]) -> tuple[int, int | None]:
     """
     if not isinstance(ids := batch.get("input_ids"), torch.Tensor):
         return 0, None
-    width, start = ids.shape[-1], 0
+    width = ids.shape[-1]
+    start = 0
     if (bounds := batch.get("cu_seq_lens_q")) is not None:
         end = int(bounds[1])
     elif (positions := batch.get("position_ids")) is not None:

@@ -18,7 +18,7 @@ from odb_nodes.core.collate.token_rows import (
     is_number,
     length_of,
     of_group,
-    row_of,
+    token_array,
 )
 from odb_nodes.core.planning.budget import Layout, TokenBudget, fit_shape
 from odb_nodes.core.sample import IGNORE_INDEX
@@ -117,12 +117,12 @@ class PackedCollate(TokenRows):
     def _filled_up(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a sample whose tokens are a multiple of `sample_multiple`."""
         missing = -length_of(sample) % self.sample_multiple
-        filled = {"labels": row_of("input_ids", sample["input_ids"]), **sample}
+        filled = {"labels": token_array("input_ids", sample["input_ids"]), **sample}
         for key in {*KEPT} & {*filled}:
             del filled[key]  # A packed row does not need them, and they lack the padding.
         for key in {*self.token_keys} & {*filled}:
             if not is_number(filled[key]):
-                row = row_of(key, filled[key])
+                row = token_array(key, filled[key])
                 padding = np.full(missing, self._fill_of(key), row.dtype)
                 filled[key] = np.concatenate((row, padding))
         return filled
@@ -186,7 +186,7 @@ class PackedCollate(TokenRows):
             )
         if key not in self.token_keys or value is None:
             return
-        row = row_of(key, value)
+        row = token_array(key, value)
         expected = np.arange(len(row)) if key == "position_ids" else np.ones(len(row))
         if not np.array_equal(row, expected):
             raise SampleError(

@@ -13,7 +13,7 @@ from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_bool, check_callable
 from odb_nodes.core.collate.packed_collate import KEPT, PackedCollate
 from odb_nodes.core.collate.protocol import Collate, copy_for_collate, takes_step
-from odb_nodes.core.collate.token_rows import is_number, row_of
+from odb_nodes.core.collate.token_rows import is_number, token_array
 from odb_nodes.core.processing.observation import observe_sample
 from odb_nodes.core.sample import IGNORE_INDEX, Observation, Observe, Sample, Skipped
 from odb_nodes.core.step_info import Batch, StepInfo
@@ -183,7 +183,7 @@ def _equal(key: str, before: Mapping[str, Any], row: Mapping[str, Any]) -> int:
     """Return how many leading values of a key are equal in two rows."""
     if key not in before or key not in row:
         return 0
-    pair = [row_of(key, sample[key]) for sample in (before, row)]
+    pair = [token_array(key, sample[key]) for sample in (before, row)]
     length = min(map(len, pair))
     differs = np.flatnonzero(pair[0][:length] != pair[1][:length])
     return int(differs[0]) if differs.size else length
@@ -194,7 +194,7 @@ def _silent(row: Mapping[str, Any]) -> int:
     labels = row.get("labels")
     if labels is None or is_number(labels):
         return 0
-    labels = row_of("labels", labels)
+    labels = token_array("labels", labels)
     targets = np.flatnonzero(labels[1:] != IGNORE_INDEX)
     return int(targets[0]) if targets.size else max(0, len(labels) - 1)
 
@@ -203,6 +203,7 @@ def _without(count: int, row: Mapping[str, Any], token_keys: Sequence[str]) -> d
     """Return a prepared row without its first tokens, and without what `PackedCollate` checks."""
     kept = {key: value for key, value in row.items() if key not in KEPT}
     for key in kept.keys() & token_keys:
-        if isinstance(value := kept[key], np.ndarray) and value.ndim:
+        value = kept[key]
+        if isinstance(value, np.ndarray) and value.ndim:
             kept[key] = value[count:]
     return kept

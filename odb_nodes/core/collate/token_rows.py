@@ -17,7 +17,7 @@ from odb_nodes._support.checks import keep_count
 from odb_nodes.core.collate.protocol import NewTensor, copy_for_collate, new_tensor
 from odb_nodes.core.planning.budget import Layout, Shape, TokenBudget
 from odb_nodes.core.processing.columns import DataColumns, RowsLike
-from odb_nodes.core.sample import IGNORE_INDEX, StoredData
+from odb_nodes.core.sample import IGNORE_INDEX, LazyData
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.core.token_values import array_of_ints, flatten_row, is_mapping
 from odb_nodes.errors import SampleError
@@ -68,7 +68,8 @@ class TokenRows:
     def of(cls: type[Rows], budget: int | TokenBudget, **options: Any) -> Rows:
         """Return the collate function for the groups of a budget."""
         budget = TokenBudget.of(budget)
-        multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
+        multiple = budget.pad_to_multiple_of
+        shapes = budget.shape_ladder()
         return cls(pad_to_multiple_of=multiple, shapes=shapes, **options)
 
     def prepare(self, sample: Any) -> Any:
@@ -86,7 +87,7 @@ class TokenRows:
             if is_int64_row(value):
                 rows[key] = value
             elif not is_number(value):
-                rows[key] = row_of(key, value)
+                rows[key] = token_array(key, value)
         ids = rows.get("input_ids")
         is_converted = False
         for key, row in rows.items():
@@ -229,7 +230,7 @@ def block_data(block: SampleBlock) -> list[Any]:
     if are_columns and not block.has_objects:
         return block.data()  # new dicts each time
     return [
-        copy_for_collate(data.load() if isinstance(data, StoredData) else data)
+        copy_for_collate(data.load() if isinstance(data, LazyData) else data)
         for data in block.data()
     ]
 
@@ -258,7 +259,7 @@ def _rows_of(key: str, values: list[Any], lengths: list[int]) -> list[Any]:
     rows: list[Any] = []
     try:
         for value, length in zip(values, lengths, strict=True):
-            row = row_of(key, value)
+            row = token_array(key, value)
             _check_length(key, row, length)
             rows.append(row)
     except SampleError as error:
@@ -314,7 +315,7 @@ def is_int64_row(value: Any) -> bool:
     return type(value) is np.ndarray and value.dtype is INT64 and value.ndim == 1
 
 
-def row_of(key: str, value: Any) -> Any:
+def token_array(key: str, value: Any) -> Any:
     """Return values per token as an (L,) array."""
     row = value if type(value) is np.ndarray and value.ndim == 1 else _array_of(key, value)
     if is_int64_row(row):

@@ -14,7 +14,7 @@ _ITEMS_AT_ONCE = 64
 
 
 class ItemsAgain(ABC):
-    """Items of an epoch, numbered by row, which a node makes again when `take` is called.
+    """Items of an epoch, numbered by index, which a node makes again when `take` is called.
 
     A node that can make items before they are taken has a method `make_again(items)`, which returns
     an instance of a subclass.
@@ -23,23 +23,23 @@ class ItemsAgain(ABC):
     are_made = False
     """Whether all items are made already."""
 
-    def want(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Queue the items of these rows: after all queued rows, before the remaining ones."""
+    def want(self, indices: Sequence[int]) -> None:  # noqa: B027
+        """Queue the items of these indices: after all queued items, before the remaining ones."""
 
     @abstractmethod
-    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        """Return for each row a sequence of items, and the index of the row's item in the sequence.
+    def take(self, indices: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        """Return for each item a sequence that contains it, and its position in the sequence.
 
-        Waits for the items. A row may be taken several times; each time, its item is made again.
+        Waits for the items. An item may be taken several times; each time, it is made again.
         """
 
     @abstractmethod
-    def key_of(self, row: int) -> ItemKey | None:
+    def key_of(self, index: int) -> ItemKey | None:
         """Return the key of an item; `None` if the node has no keys."""
 
-    def name_of(self, row: int) -> str:
+    def name_of(self, index: int) -> str:
         """Return the name of an item in errors: its key, or else its number in the epoch."""
-        return str(self.key_of(row))
+        return str(self.key_of(index))
 
 
 class _ReadByKey(ItemsAgain):
@@ -48,15 +48,15 @@ class _ReadByKey(ItemsAgain):
     def __init__(self, node: BaseNode[Any], items: Sequence[ItemKey]) -> None:
         self._node, self._items = node, items
 
-    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        keys = [self._items[row] for row in rows]
+    def take(self, indices: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        keys = [self._items[index] for index in indices]
         restore: Any = getattr(self._node, "restore_items", None)
         read: Any = getattr(self._node, "read", None)
         items = [*restore(keys)] if callable(restore) else [read(key.key) for key in keys]
-        return [(items, index) for index in range(len(rows))]
+        return [(items, position) for position in range(len(indices))]
 
-    def key_of(self, row: int) -> ItemKey:
-        return self._items[row]
+    def key_of(self, index: int) -> ItemKey:
+        return self._items[index]
 
 
 def make_again(node: Any, items: Sequence[ItemKey]) -> ItemsAgain:
@@ -66,11 +66,11 @@ def make_again(node: Any, items: Sequence[ItemKey]) -> ItemsAgain:
     return items_again
 
 
-def each_of(items_again: ItemsAgain, rows: Sequence[int]) -> Iterator[Any]:
-    """Yield the items of rows, making 64 of them at a time."""
-    for start in range(0, len(rows), _ITEMS_AT_ONCE):
-        for items, index in items_again.take(rows[start : start + _ITEMS_AT_ONCE]):
-            yield items[index]
+def each_of(items_again: ItemsAgain, indices: Sequence[int]) -> Iterator[Any]:
+    """Yield the items of these indices, making 64 of them at a time."""
+    for start in range(0, len(indices), _ITEMS_AT_ONCE):
+        for items, position in items_again.take(indices[start : start + _ITEMS_AT_ONCE]):
+            yield items[position]
 
 
 def restore_items(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:

@@ -236,7 +236,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
                     self._epochs.advance()
                 self.begin_epoch()
             else:
-                name, config = type(self).__name__, self.fingerprint()
+                name = type(self).__name__
+                config = self.fingerprint()
                 state = unseal(initial_state, name, self.STATE, config, self.fixed_fields)
                 if self._epochs is not None:
                     self._epochs.restore(state)
@@ -296,7 +297,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         saved = self.save()
         envelope = self.__envelope
         if envelope is None or type(saved) is not self.STATE:  # Checked once after a reset.
-            name, config = type(self).__name__, self.fingerprint()
+            name = type(self).__name__
+            config = self.fingerprint()
             check_saved(name, config, self.STATE, saved)
             self.__envelope = envelope = seal(name, to_snapshot(config, {}), {})
         values = vars(saved)
@@ -393,10 +395,11 @@ def _sources_of(node: BaseNode[Any]) -> dict[str, list[BaseNode[Any]]]:
     by_attribute = {}
     for name, value in list(vars(node).items()):
         # Plain containers only: another mapping or sequence may be a dataset, and slow.
-        is_container = type(value) in (dict, list, tuple)
-        if is_container and len(value) > _MOST_SOURCES:
+        if type(value) not in (dict, list, tuple):
+            value = (value,)
+        if len(value) > _MOST_SOURCES:
             continue
-        items = value.values() if type(value) is dict else value if is_container else (value,)
+        items = value.values() if type(value) is dict else value
         if nodes := [item for item in items if isinstance(item, BaseNode)]:
             by_attribute[name] = nodes
     return by_attribute

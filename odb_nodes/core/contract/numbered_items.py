@@ -185,8 +185,8 @@ class _ReadAgain(ItemsAgain):
         self._items = [item for item, _ in items]
         self._keys = [key for _, key in items]
 
-    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        return [(self._items, row) for row in rows]
+    def take(self, indices: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        return [(self._items, index) for index in indices]
 
-    def key_of(self, row: int) -> ItemKey | None:
-        return self._keys[row]
+    def key_of(self, index: int) -> ItemKey | None:
+        return self._keys[index]

@@ -200,7 +200,8 @@ def unseal(
 
 
 def _check_envelope(state: Mapping[str, Any], node: str, expected: list[str]) -> None:
-    version, saved_node = state.get("version"), state["node"]
+    version = state.get("version")
+    saved_node = state["node"]
     if saved_node != node:
         options = [_ADDED_BY[name] for name in (saved_node, node) if name in _ADDED_BY]
         remedy = ""

@@ -207,7 +207,9 @@ class TokenBatchSampler:
             )
         epoch, next_epoch = self.epoch, self._next_epoch
         if step is None and self._has_ended:
-            epoch, trained, next_epoch = self._following(), 0, None
+            epoch = self._following()
+            trained = 0
+            next_epoch = None
         state = BatchSamplerState(
             epoch=epoch, step=trained, settings=self._settings, next_epoch=next_epoch
         )

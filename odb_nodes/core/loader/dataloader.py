@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torchdata.nodes import BaseNode
@@ -39,6 +39,9 @@ from odb_nodes.core.sources.known_lengths import Lengths
 from odb_nodes.core.sources.mixing import Weights
 from odb_nodes.core.sources.source_mixer import SourceMixer
 from odb_nodes.errors import StateError
+
+if TYPE_CHECKING:
+    from odb_nodes.core.alignment.exchange.base import ProcessGroupLike
 
 _TORCH_ARGUMENTS = {
     "batch_size": "`token_budget=` bounds a batch, and `TokenBudget(max_samples=)` its samples",
@@ -160,7 +163,7 @@ class ODBDataLoader(Loader[Any]):
         collate_in: CollateIn = LoaderOptions.collate_in,
         sampler: Iterable[int] | None = None,
         pin_memory: bool = LoaderOptions.pin_memory,
-        process_group: Any = None,
+        process_group: ProcessGroupLike = None,
         sharded: bool = LoaderOptions.sharded,
         uneven: Uneven = LoaderOptions.uneven,
         loss_scaling: LossScaling = LoaderOptions.loss_scaling,
@@ -293,7 +296,8 @@ class ODBDataLoader(Loader[Any]):
 
         `for _ in range(loader.epoch, epochs)` takes the remaining epochs, also after a resume.
         """
-        epoch, position = self._progress()[0], self.position
+        epoch = self._progress()[0]
+        position = self.position
         has_ended = position is not None and (position.ended or position.left)
         if self._next_epoch is not None and (position is None or has_ended):
             return self._next_epoch

@@ -74,7 +74,8 @@ def check_is_dataset(dataset: Any) -> None:
     if isinstance(dataset, (Subset, ConcatDataset)):
         for part in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]:
             check_is_dataset(part)
-    remedy, module = "", type(dataset).__module__
+    remedy = ""
+    module = type(dataset).__module__
     if getattr(type(dataset), "yields_batches", False):
         remedy = "yields batches already. Pass the dataset that it reads, or iterate it directly"
     elif isinstance(dataset, (Loader, torchdata.nodes.Loader)):

@@ -390,11 +390,7 @@ class Loader(Generic[T]):
             except SampleError:
                 raise
             except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-                raise StateError(
-                    f"a node cannot restore its part of the state, or your code raised {error!r}. "
-                    "Correct your code, or build the graph with the same nodes in the same order "
-                    "as when it was saved."
-                ) from error
+                raise StateError(_why_not_reset(self.root, paused.position.root, error)) from error
 
     def _has_items(self) -> bool:
         """Take an item of the graph; return whether there was an item."""
@@ -469,6 +465,22 @@ def _locked(lock: threading.RLock) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _why_not_reset(root: BaseNode[Any], state: object, error: Exception) -> str:
+    """Return the text of an error: the state is of another root, or a reset raised `error`."""
+    same_nodes = "the graph with the same nodes in the same order as when it was saved."
+    saved_root = state.get("node") if isinstance(state, Mapping) else None
+    present_root = type(root).__name__
+    if isinstance(saved_root, str) and saved_root != present_root:
+        return (
+            f"the state was saved by a `{saved_root}`, but the graph's root is a "
+            f"`{present_root}`. Build {same_nodes}"
+        )
+    return (
+        f"a node cannot restore its part of the state, or your code raised {error!r}. Correct "
+        f"your code, or build {same_nodes}"
+    )
 
 
 def _outermost_mixers(root: BaseNode[Any]) -> list[SourceMixer]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from odb_nodes._support.checks import (
     check_bool,
@@ -29,6 +29,9 @@ from odb_nodes.core.sample import Observe
 from odb_nodes.core.sources import Mixing
 from odb_nodes.core.sources.known_lengths import Lengths
 from odb_nodes.core.sources.mixing import Weights
+
+if TYPE_CHECKING:
+    from odb_nodes.core.alignment.exchange.base import ProcessGroupLike
 
 CollateIn = Literal["auto", "workers", "main"]
 ProcessFn = Callable[[Any], Any] | None
@@ -91,7 +94,7 @@ class LoaderOptions(BatchOptions, JobOptions):
     num_workers: int = WorkerOptions.num_workers
     sampler: Iterable[int] | None = None
     pin_memory: bool = False
-    process_group: Any = None
+    process_group: ProcessGroupLike = None
     sharded: bool = False
     loss_scaling: LossScaling = LossRule.scaling
     weights: Weights | Mixing = None

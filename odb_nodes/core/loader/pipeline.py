@@ -13,7 +13,6 @@ from typing import Any
 from torchdata.nodes import BaseNode, Stateful
 
 from odb_nodes._support.arrays import IntArray
-from odb_nodes._support.checks import check_callable
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment import RankAligner
@@ -42,7 +41,7 @@ from odb_nodes.core.sources.feed_source import FeedSource
 from odb_nodes.core.sources.iterable_source import is_stream
 from odb_nodes.core.sources.jsonl_source import JsonlSource
 from odb_nodes.core.sources.known_lengths import KnownLengths, known_lengths
-from odb_nodes.core.sources.mixing import Mixing, Stop, WeightSchedule, check_names
+from odb_nodes.core.sources.mixing import Mixing, Stop, WeightSchedule, check_same_names
 from odb_nodes.core.sources.source_mixer import SourceMixer
 
 logger = logging.getLogger("odb_nodes")
@@ -131,7 +130,8 @@ def _note_who_collates(bucketer: WindowBucketer | PlannedGroups, options: Loader
 
 def note_of_lengths(graphs: Sequence[RankGraph], options: LoaderOptions) -> None:
     """Log, once in a process, that optimizer steps of a long epoch have samples of one length."""
-    budget, world_size = options.budget, group_rank(options.process_group)[1]
+    budget = options.budget
+    world_size = group_rank(options.process_group)[1]
     is_mixed = world_size * len(graphs) * options.accumulate > 1 or budget.layout == "packed"
     if is_mixed or budget.max_samples == 1 or _noted:
         return
@@ -284,7 +284,11 @@ def _one_dataset(dataset: Any, options: LoaderOptions, collate: Any) -> BaseNode
 
 def _check_of_one_dataset(options: LoaderOptions) -> None:
     """Raise for options that only a dict of datasets has."""
-    check_callable("process_fn", options.process_fn)
+    if isinstance(options.process_fn, Mapping):
+        raise TypeError(
+            "`process_fn` must be a function or None for a single dataset, but is a dict instead. "
+            "A dict of functions is for a dict of datasets with the same names."
+        )
     if options.weights is not None:
         raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
 
@@ -309,7 +313,7 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, collate: Any) -> 
     functions = options.process_fn
     if not isinstance(functions, Mapping):
         functions = dict.fromkeys(datasets, functions)
-    check_names("process_fn", functions, "dataset", datasets)
+    check_same_names("process_fn", functions, "dataset", datasets)
     seeds = {name: hash_ints(options.seed, zlib.crc32(name.encode())) >> 1 for name in datasets}
     sources, processes = {}, {}
     for name, dataset in datasets.items():
@@ -319,7 +323,8 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, collate: Any) -> 
             )
         except (TypeError, ValueError) as error:
             raise type(error)(f"of source {name!r}: {error}") from error
-    mixing, workers = Mixing.of(options.weights), options.worker_options
+    mixing = Mixing.of(options.weights)
+    workers = options.worker_options
     mix = partial(
         SourceMixer,
         weights=_weights(mixing, datasets, options),

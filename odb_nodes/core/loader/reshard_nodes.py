@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from odb_nodes._support.arrays import IntArray, int64_state
-from odb_nodes.core.alignment.aligned_round import ordinals_of
-from odb_nodes.core.alignment.rank_aligner import AlignerState
+from odb_nodes.core.alignment.aligned_round import AlignerState, ordinals_of
 from odb_nodes.core.contract.state import SourceState
 from odb_nodes.core.loader.reshard_sources import (
     AFTER_THE_LAST,
@@ -28,12 +27,14 @@ from odb_nodes.core.loader.reshard_sources import (
     check_has_rules,
     reshard_source,
 )
-from odb_nodes.core.loader.reshard_states import Node as Node
-from odb_nodes.core.loader.reshard_states import Ranks as Ranks
-from odb_nodes.core.loader.reshard_states import States, at_epoch_start, started
-from odb_nodes.core.loader.reshard_states import check_same as check_same
-from odb_nodes.core.loader.reshard_states import config_of as config_of
-from odb_nodes.core.loader.reshard_states import node_of as node_of
+from odb_nodes.core.loader.reshard_states import (
+    NodeStates,
+    Ranks,
+    States,
+    at_epoch_start,
+    node_of,
+    started,
+)
 from odb_nodes.core.nodes.exclusions import ExcludedKeys
 from odb_nodes.core.nodes.group_collator import CollatorState
 from odb_nodes.core.nodes.planned_groups import PlannedState
@@ -54,8 +55,8 @@ def reshard_graph(graphs: States, ranks: Ranks, *, is_over: bool) -> list[Source
     is_over: whether the epoch has ended or was left, so that the next epoch follows.
     """
     if node_of(graphs[0]) == "RankAligner":
-        return _reshard_aligner(Node.opened(graphs, AlignerState, ranks), is_over)
-    node = Node.opened(graphs, CollatorState, ranks)
+        return _reshard_aligner(NodeStates.opened(graphs, AlignerState, ranks), is_over)
+    node = NodeStates.opened(graphs, CollatorState, ranks)
     sources = reshard_graph(node.sources, ranks, is_over=is_over)
     if not is_over:
         node.check_same("step")
@@ -63,7 +64,7 @@ def reshard_graph(graphs: States, ranks: Ranks, *, is_over: bool) -> list[Source
     return node.on_new_ranks({"source": sources, "samples": samples})
 
 
-def _reshard_aligner(node: Node[AlignerState], is_over: bool) -> list[SourceState]:
+def _reshard_aligner(node: NodeStates[AlignerState], is_over: bool) -> list[SourceState]:
     """Return states of the aligner without a round."""
     states, ranks = node.states, node.ranks
     node.check_same("epoch", "cycle")
@@ -80,7 +81,7 @@ def _reshard_aligner(node: Node[AlignerState], is_over: bool) -> list[SourceStat
         is_last = settings.is_last and ranks.after > 1
         alike["settings"] = settings._replace(caps=(), is_last=is_last).to_state()
     elif (declared := _POOL_STATES.get(node_of(node.sources[0]))) is not None:
-        pools = Node.opened(node.sources, declared, ranks)
+        pools = NodeStates.opened(node.sources, declared, ranks)
         sources = pools.on_new_ranks(_left_out(pools))
     else:
         sources = at_epoch_start(node.sources, ranks)
@@ -97,7 +98,7 @@ _POOL_STATES: Mapping[str, type[Any]] = {
 """Nodes directly below a `RankAligner` that can be resharded within an epoch -> their states."""
 
 
-def _left_out(pools: Node[Any]) -> dict[str, list[Any]]:
+def _left_out(pools: NodeStates[Any]) -> dict[str, list[Any]]:
     """Return the left-out samples that each new rank counts, by field."""
     old_pools = pools.ranks.redistribute(pools.states)
     skipped = [[Counter(pool.skipped_samples) for pool in old] for old in old_pools]
@@ -109,7 +110,7 @@ def _left_out(pools: Node[Any]) -> dict[str, list[Any]]:
     }
 
 
-def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
+def _reshard_pool(aligner: NodeStates[AlignerState]) -> list[SourceState]:
     """Deal all samples that were read, but are in no step, to the pools of the new ranks."""
     ranks = aligner.ranks
     aligner.check_same("step", "emitted", "round", "settings")
@@ -127,7 +128,7 @@ def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
             f"{f'a `{name}`' if name else 'another node'}, which may hold samples. Reshard a state "
             "that was saved after the last step of an epoch."
         )
-    pools = Node.opened(aligner.sources, BucketerState, ranks)
+    pools = NodeStates.opened(aligner.sources, BucketerState, ranks)
     pools.check_same("mode", "excluded")
     waiting = among(_waiting(aligner.states, pools.states), ranks.after)
     owners = dealt_by_tokens(waiting.tokens, ranks.after)
@@ -165,13 +166,13 @@ def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
     return pools.on_new_ranks(by_rank, alike)
 
 
-def _reshard_planned(aligner: Node[AlignerState]) -> list[SourceState]:
+def _reshard_planned(aligner: NodeStates[AlignerState]) -> list[SourceState]:
     """Make the new ranks plan the remaining samples of all old ranks together.
 
     The remaining samples include the groups that wait in the aligner. Samples put off to the end of
     the epoch are dealt to the new ranks.
     """
-    planned = Node.opened(aligner.sources, PlannedState, aligner.ranks)
+    planned = NodeStates.opened(aligner.sources, PlannedState, aligner.ranks)
     planned.check_same("epoch", "cycle", "limits", "excluded", "earlier")
     waiting = [np.empty((2, 0), np.int64)]
     for state in aligner.states:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from odb_nodes.core.contract import EpochState, NodeState
 from odb_nodes.core.contract.state import SourceState
-from odb_nodes.core.loader.reshard_states import Node, Ranks, States, config_of, node_of
+from odb_nodes.core.loader.reshard_states import NodeStates, Ranks, States, config_of, node_of
 from odb_nodes.core.nodes.length_observer import ObserverState
 from odb_nodes.core.processing.parallel_processor import ProcessorState
 from odb_nodes.core.sources.sharded_sampler import SamplerState, Share, divide_unread
@@ -47,7 +47,7 @@ def reshard_source(states: States, ranks: Ranks, reading: Reading) -> list[Sourc
             f"`{node_of(states[0])}` cannot be resharded within an epoch: each rank has different "
             f"data, which no other rank can read. {_KEEP_RANKS}."
         )
-    return rule(Node.opened(states, declared, ranks), reading)
+    return rule(NodeStates.opened(states, declared, ranks), reading)
 
 
 def _rule_of(state: object) -> tuple[type[NodeState], Rule]:
@@ -68,12 +68,12 @@ def check_has_rules(state: SourceState) -> None:
         check_has_rules(source)
 
 
-def _reshard_observer(node: Node[ObserverState], reading: Reading) -> list[SourceState]:
+def _reshard_observer(node: NodeStates[ObserverState], reading: Reading) -> list[SourceState]:
     sources = reshard_source(node.sources, node.ranks, reading)
     return node.on_new_ranks({"source": sources, "position": reading.done})
 
 
-def _reshard_processor(node: Node[ProcessorState], reading: Reading) -> list[SourceState]:
+def _reshard_processor(node: NodeStates[ProcessorState], reading: Reading) -> list[SourceState]:
     started = _has_started(node, "epoch")
     since_states = [
         ItemsRead(state.taken + since.items, state.taken_of)
@@ -83,7 +83,7 @@ def _reshard_processor(node: Node[ProcessorState], reading: Reading) -> list[Sou
     return node.on_new_ranks({"source": sources, "position": reading.done}, {"started": started})
 
 
-def _reshard_sampler(node: Node[SamplerState], reading: Reading) -> list[SourceState]:
+def _reshard_sampler(node: NodeStates[SamplerState], reading: Reading) -> list[SourceState]:
     has_items = any(since.items for since in reading.since_states)
     started = _has_started(node, "epoch", "start") or has_items
     unread = [
@@ -98,7 +98,7 @@ def _reshard_sampler(node: Node[SamplerState], reading: Reading) -> list[SourceS
     )
 
 
-def _has_started(node: Node[Any], *alike: str) -> bool:
+def _has_started(node: NodeStates[Any], *alike: str) -> bool:
     """Check that all ranks are in the same pass over a source; return whether a rank has begun."""
     states: Sequence[EpochState] = node.states
     cycles = [state.cycle for state in states]
@@ -111,7 +111,7 @@ def _has_started(node: Node[Any], *alike: str) -> bool:
     return any(state.started for state in states)
 
 
-def _reshard_mixer(node: Node[MixerState], reading: Reading) -> list[SourceState]:
+def _reshard_mixer(node: NodeStates[MixerState], reading: Reading) -> list[SourceState]:
     ranks, config = node.ranks, node.config
     since_states, states = [], []
     for rank, (state, since) in enumerate(zip(node.states, reading.since_states, strict=True)):
@@ -143,7 +143,7 @@ def _reshard_mixer(node: Node[MixerState], reading: Reading) -> list[SourceState
         "targets": {name: target / ranks.after for name, target in targets.items()},
     }
     by_rank: dict[str, list[Any]] = {
-        "sources": ranks.of_each(sources),
+        "sources": ranks.per_rank(sources),
         "samples": ranks.split_each(samples),
         "tokens": ranks.split_each(tokens),
     }
@@ -194,7 +194,7 @@ def _done_by_source(totals: Mapping[str, int], done: Sequence[int]) -> dict[str,
     }
 
 
-Rule = Callable[[Node[Any], Reading], list[SourceState]]
+Rule = Callable[[NodeStates[Any], Reading], list[SourceState]]
 _RULES: Mapping[str, tuple[type[NodeState], Rule]] = {
     "JsonlSource": (SamplerState, _reshard_sampler),
     "LengthObserver": (ObserverState, _reshard_observer),

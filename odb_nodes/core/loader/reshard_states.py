@@ -28,9 +28,9 @@ class Ranks(NamedTuple):
 
     def split_each(self, totals: Mapping[str, int]) -> list[dict[str, int]]:
         """Divide several numbers among the new ranks, by name."""
-        return self.of_each({name: self.split(total) for name, total in totals.items()})
+        return self.per_rank({name: self.split(total) for name, total in totals.items()})
 
-    def of_each(self, by_name: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:
+    def per_rank(self, by_name: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:
         """Return a dict for each new rank, from name -> the value on each new rank."""
         return [
             {name: values[rank] for name, values in by_name.items()} for rank in range(self.after)
@@ -67,7 +67,7 @@ def check_same(node: str, values: Sequence[NodeState], *fields: str) -> None:
 
 
 @dataclass(frozen=True)
-class Node(Generic[S]):
+class NodeStates(Generic[S]):
     """The states of a node on all old ranks, and the numbers of ranks."""
 
     name: str
@@ -77,7 +77,7 @@ class Node(Generic[S]):
     ranks: Ranks
 
     @classmethod
-    def opened(cls, sealed: States, declared: type[S], ranks: Ranks) -> Node[S]:
+    def opened(cls, sealed: States, declared: type[S], ranks: Ranks) -> NodeStates[S]:
         """Open the states of a node; raise a `StateError` if they are of different graphs."""
         name, first = node_of(sealed[0]), _common(sealed[0])
         states = []
@@ -104,7 +104,7 @@ class Node(Generic[S]):
         by_rank: field -> its value on each new rank; alike: field -> its value on all new ranks.
         """
         states = at_epoch_start(self.sealed, self.ranks)
-        fields_of_ranks = self.ranks.of_each(by_rank)
+        fields_of_ranks = self.ranks.per_rank(by_rank)
         return [
             {**state, **(alike or {}), **fields}
             for state, fields in zip(states, fields_of_ranks, strict=True)

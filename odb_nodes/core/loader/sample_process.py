@@ -62,9 +62,8 @@ class SampleProcess(Fetcher):
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return items with their data, if the dataset can read many items at once."""
         read = getattr(self.dataset, "__getitems__", None)
-        if read is None or not reads_alike(
-            self.dataset
-        ):  # Checked in each call: a transform may be new.
+        # Checked in each call: a transform may be new.
+        if read is None or not reads_alike(self.dataset):
             return items
         data = read([*items])
         return [*map(_Fetched, data)] if len(data) == len(items) else items

@@ -28,6 +28,10 @@ ExcludedState = dict[str, bytes | None]
 """`ExcludedKeys` as the field of a state: the keys of each source, 8 bytes a key."""
 
 _SHOWN = 5
+_COUNTED = (
+    "Further samples are only counted: see `{}` of the `ODBDataLoader`, or of your "
+    "`WindowBucketer` or `PlannedGroups`."
+)
 _ALLOWED = "integers, a mapping of source to integers, or the path of a file of them"
 
 
@@ -324,9 +328,7 @@ class ExclusionCounter(LeftOutSamples):
             return True
         if not self.oversize and self._is_new(None):
             consequence = "It is dropped" if drops else "It is alone in its group"
-            warn_user(
-                f"{size}. {consequence}. Further samples are only counted: see `oversize_samples`."
-            )
+            warn_user(f"{size}. {consequence}. {_COUNTED.format('oversize_samples')}")
         self.oversize += 1
         self.dropped += drops
         if drops:
@@ -377,10 +379,8 @@ class ExclusionCounter(LeftOutSamples):
 
     def _skip(self, sample: Skipped, number: int) -> None:
         if sample.reason not in self.skipped and self._is_new(sample.reason):
-            warn_user(
-                f"{self._named.format(number)}{name_of(sample)} is skipped {sample.why} Further "
-                "samples are only counted: see `skipped_samples`."
-            )
+            named = f"{self._named.format(number)}{name_of(sample)}"
+            warn_user(f"{named} is skipped {sample.why} {_COUNTED.format('skipped_samples')}")
         self.skipped[sample.reason] = self.skipped.get(sample.reason, 0) + 1
         self.left_out.append(LeftOut(sample.key, sample.source, sample.reason))
 

@@ -250,7 +250,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
     def _collate_group(self, group: SampleBlock, info: StepInfo) -> Batch:
         batch = self._collated(group, info)
-        if self._planned is not None and (failure := self._planned.take_failure(group)):
+        failure = None if self._planned is None else self._planned.take_failure(group)
+        if failure:
             self._warn_of_worker(failure)
         return self._complete(batch, group, info)
 

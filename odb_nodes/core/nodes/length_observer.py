@@ -103,18 +103,21 @@ class _ObservedAgain(ItemsAgain):
         self._items_again = items_again
         self._observed = observed
 
-    def want(self, rows: Sequence[int]) -> None:
-        self._items_again.want(rows)
+    def want(self, indices: Sequence[int]) -> None:
+        self._items_again.want(indices)
 
-    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+    def take(self, indices: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        items_again = self._items_again.take(indices)
         samples = [
-            self._observed(items[index], self.key_of(row), f"{self.name_of(row)}, made again")
-            for row, (items, index) in zip(rows, self._items_again.take(rows), strict=True)
+            self._observed(
+                items[position], self.key_of(index), f"{self.name_of(index)}, made again"
+            )
+            for index, (items, position) in zip(indices, items_again, strict=True)
         ]
-        return [(samples, index) for index in range(len(rows))]
+        return [(samples, position) for position in range(len(indices))]
 
-    def key_of(self, row: int) -> ItemKey | None:
-        return self._items_again.key_of(row)
+    def key_of(self, index: int) -> ItemKey | None:
+        return self._items_again.key_of(index)
 
-    def name_of(self, row: int) -> str:
-        return self._items_again.name_of(row)
+    def name_of(self, index: int) -> str:
+        return self._items_again.name_of(index)

@@ -16,7 +16,7 @@ from odb_nodes._support.progress import Bar
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.contract.again import ItemsAgain, each_of
 from odb_nodes.core.contract.config import loading
-from odb_nodes.core.processing.observation import digest_of
+from odb_nodes.core.processing.observation import digest_of_sample
 from odb_nodes.core.sample import ItemKey, Sample, Skipped, data_of, name_of
 from odb_nodes.core.sample_block import (
     DIGEST,
@@ -107,17 +107,18 @@ class RecordCheck:
                 f"{self._node} cannot resume from its state: {name} was good when saved, but is "
                 f"skipped now {sample.why} Repair the data, or use an earlier checkpoint."
             )
-        if digest == digest_of(sample):
+        if digest == digest_of_sample(sample):
             return sample
         difference = f"{name} has other content now"
         if tokens != sample.tokens:
             difference = f"{name} had {tokens} tokens when saved, but has {sample.tokens} now"
         order = "The order of the source is not seeded (seed it: no state helps against that), "
         causes = (
-            f"{'Either ' if self._numbers is None else order}processing is not deterministic "
-            "(`ParallelProcessor(seed=...)` seeds the global generators, and generators that "
-            "functions hold, but not generators that a cache, a Python generator or a call makes: "
-            'use `state="payload"` for these), or the data changed.'
+            f"{'Either ' if self._numbers is None else order}processing (`process_fn`) "
+            "is not deterministic (`ODBDataLoader` and `ParallelProcessor(seed=...)` seed the "
+            "global generators, and generators that functions hold, but not generators that a "
+            'cache, a Python generator or a call makes: use `state="payload"` for these), or the '
+            "data changed."
         )
         change = (
             f"{self._node} cannot resume from its state: {difference}. {causes} If the change is "
@@ -287,7 +288,7 @@ def with_digests(block: SampleBlock) -> SampleBlock:
     if not len(lacking):
         return block
     digests = block.facts[DIGEST].copy()
-    digests[lacking] = [*map(digest_of, block.take(lacking))]
+    digests[lacking] = [*map(digest_of_sample, block.take(lacking))]
     return block.with_facts(digest=digests)
 
 

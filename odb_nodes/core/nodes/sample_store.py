@@ -291,7 +291,7 @@ def facts_of(block: SampleBlock, ordinals: IntArray, task: npt.ArrayLike = 0) ->
 
 def _rows_of(data: Any) -> int:
     """Return how many samples a holder has that can be cut down; 0 for other holders."""
-    return len(data) if hasattr(data, "kept") else 0
+    return len(data) if hasattr(data, "take_rows") else 0
 
 
 def _moved(

@@ -18,7 +18,7 @@ from odb_nodes.core.nodes.seeded_collate import WorkerCollate
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.planning.budget import allowed_rows
 from odb_nodes.core.processing.columns import DataColumns
-from odb_nodes.core.sample import Sample, Skipped, StoredData
+from odb_nodes.core.sample import LazyData, Sample, Skipped
 from odb_nodes.core.sample_block import ITEM, NO_SAMPLES, ROW, SampleBlock
 from odb_nodes.core.step_info import Batch
 
@@ -70,7 +70,7 @@ class WholeBatch(Sequence[Any]):
         return batch
 
 
-class WholeBatchData(StoredData):
+class WholeBatchData(LazyData):
     """The data of a sample of a `WholeBatch`."""
 
     __slots__ = ("batch", "row")

@@ -201,7 +201,8 @@ class _Row:
 
     def add_by_age(self) -> None:
         """Take old samples that leave a target which can be met, until few more samples fit."""
-        pool, count = self._pool, min(_OLDEST, len(self._pool.free))
+        pool = self._pool
+        count = min(_OLDEST, len(self._pool.free))
         density, densest, part = pool.light_density, self._densest_list, self._part
         is_short = self._extra < density * self._cost
         oldest = np.argpartition(pool.ages, count - 1)[:count]
@@ -225,7 +226,8 @@ class _Row:
         self._pool.free[best] = False
         for _ in range(_MOST_GIVEN_BACK + 1):
             room = Room(self._cost, self._samples, self._patches)
-            pool, free = self._pool, np.flatnonzero(self._pool.free)
+            pool = self._pool
+            free = np.flatnonzero(self._pool.free)
             pair, missed = nearest_filling(pool.table, pool.extra, free, room, self._extra)
             if missed < least:
                 best = [*(sample.column for sample in self._taken), *pair]

@@ -148,6 +148,11 @@ class TokenBudget:
         Raises:
             TypeError, ValueError: `budget` is neither; the error calls it `name`.
         """
+        if isinstance(budget, str) and budget == "auto":
+            raise TypeError(
+                f'`{name}` must be an integer or a `TokenBudget`, but is "auto", which only '
+                "`ODBConfig` takes. Pass the result of `odb_nodes.memory.find_budget`."
+            )
         return budget if isinstance(budget, TokenBudget) else cls(check_count(name, budget))
 
     @property

@@ -109,7 +109,8 @@ class ColumnsByOrdinal:
         """Write columns of ascending ordinals; ordinals before `oldest` are no longer needed."""
         if not len(ordinals):
             return
-        first, stop = int(ordinals[0]), int(ordinals[-1]) + 1
+        first = int(ordinals[0])
+        stop = int(ordinals[-1]) + 1
         if first < self.first or stop > self.first + self.capacity:
             self._make_room(min(first, oldest), max(stop, self.stop))
         self.stop = max(stop, self.stop)

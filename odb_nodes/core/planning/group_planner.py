@@ -135,7 +135,8 @@ class GroupPlanner:
             self.pool.count(pulled)
             self._put(waiting)
             if is_auto:
-                self.window_is_chosen, self.lengths = window[1], PulledLengths(*window[2:])
+                self.window_is_chosen = window[1]
+                self.lengths = PulledLengths(*window[2:])
         self.pool.use_caps(caps)
         self.ended, self.largest_groups = ended, largest_groups
 

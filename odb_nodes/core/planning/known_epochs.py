@@ -72,7 +72,7 @@ class KnownJob:
             window=self.window,
             largest_first=self.largest_first,
             accumulate=self.accumulate,
-            key=hash_ints(self.seed, epoch, 1),
+            seed=hash_ints(self.seed, epoch, 1),
             step_time=self.step_time,
         )
 

@@ -81,7 +81,7 @@ def plan_known(
     window: int | None = None,
     largest_first: int = 0,
     accumulate: int = 1,
-    key: int = 0,
+    seed: int = 0,
     step_time: StepTime | TimeFn | None = None,
 ) -> EpochPlan:
     """Plan the samples of an epoch: each is in one group, within the budget unless oversize.
@@ -91,7 +91,7 @@ def plan_known(
         window: `None` for all samples, up to `SAMPLES_TOGETHER` over all ranks; a longer epoch has
             windows of equal size. In packed rows that are levelled in time, some samples wait for
             the next window.
-        key: seed of the order of the steps.
+        seed: seed of the order of the steps.
         step_time: `None` matches groups roughly by their costs, so that lengths are mixed.
     """
     if window is None and len(numbers) > SAMPLES_TOGETHER:
@@ -109,7 +109,7 @@ def plan_known(
             budget,
             world_size,
             accumulate,
-            key + len(planned),
+            seed + len(planned),
             0 if planned else largest_first,
             step_time,
             steps_before=len(planned) // world_size,
@@ -151,12 +151,15 @@ def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
     ends with the samples of the reserve that fill it best.
     """
     packing = Packing(budget)
-    costs, room, most = packing.costs(tokens), packing.room.cost, packing.room.samples
+    costs = packing.costs(tokens)
+    room = packing.room.cost
+    most = packing.room.samples
     cost_of: list[int] = costs.tolist()
     sums = np.append(0, np.cumsum(costs))
     reserve = _Reserve(cost_of)
     groups = list[IntArray]()
-    place, count = 0, len(cost_of)
+    place = 0
+    count = len(cost_of)
     while True:
         while len(reserve) < RESERVE and place < count:
             reserve.add(place)
@@ -164,7 +167,8 @@ def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
         if place == count:
             break
         first = reserve.take_oldest()
-        group, free = [first], room - cost_of[first]
+        group = [first]
+        free = room - cost_of[first]
         if free > 0:
             stop = int(np.searchsorted(sums, sums[place] + free, "right")) - 1
             stop = max(place, min(stop, place + most - 1))
@@ -176,7 +180,10 @@ def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
                     free += last
             group += range(place, stop)
             place = stop
-        while free > 0 and len(group) < most and (best := reserve.take_fitting(free)) is not None:
+        while free > 0 and len(group) < most:
+            best = reserve.take_fitting(free)
+            if best is None:
+                break
             group.append(best)
             free -= cost_of[best]
         groups.append(np.array(group, np.int64))
@@ -259,7 +266,7 @@ class _StepOrder(NamedTuple):
     budget: TokenBudget
     world_size: int
     accumulate: int
-    key: int  # seed of the order of steps
+    seed: int  # seed of the order of steps
     largest_first: int
     step_time: StepTime | TimeFn | None
     steps_before: int  # steps of earlier windows
@@ -280,11 +287,11 @@ class _StepOrder(NamedTuple):
         )
         lengths = sums.sum(axis=1) / sizes.sum(axis=1)
         first = np.argsort(-longest.max(axis=1), kind="stable")[: self.largest_first]
-        further = shuffled(steps, self.key)
+        further = shuffled(steps, self.seed)
         further = further[~np.isin(further, first)]
         if self.accumulate > 1:
             before = self.steps_before + len(first)
-            further = further[spread_steps(lengths[further], self.accumulate, self.key, before)]
+            further = further[spread_steps(lengths[further], self.accumulate, self.seed, before)]
         order = np.concatenate((first, further))
         for step in [*order.tolist(), steps]:
             in_step = matched[step * world_size : (step + 1) * world_size]
@@ -298,7 +305,7 @@ class _StepOrder(NamedTuple):
         times = np.fromiter((self._time(group, tokens[group]) for group in groups), np.int64)
         if self.step_time is None:
             times //= max(1, self.budget.tokens // _COST_LEVELS)
-        return np.lexsort((shuffled(len(groups), self.key + 1), -times))
+        return np.lexsort((shuffled(len(groups), self.seed + 1), -times))
 
     def _time(self, group: IntArray, tokens: IntArray) -> int:
         patches = np.zeros_like(tokens)

@@ -90,7 +90,8 @@ class LevelCut:
         return self._smallest_groups(most, limits, lambda time: runs.cut(table, time), _TRIES)
 
     def _costs_and_extra(self, step_time: StepTime) -> tuple[IntArray, IntArray]:
-        packing, tokens = Packing(self._budget), self._table[TOKENS]
+        packing = Packing(self._budget)
+        tokens = self._table[TOKENS]
         costs = np.minimum(packing.costs(tokens), packing.room.cost)
         return costs, step_time.extra(tokens, self._table[PATCHES])
 
@@ -105,7 +106,8 @@ class LevelCut:
 
     def _least_cost(self, groups: int) -> int:
         """Return a lower bound of the cost of the largest group, oversize samples excepted."""
-        budget, lengths = self._budget, self._table[TOKENS]
+        budget = self._budget
+        lengths = self._table[TOKENS]
         fitting = lengths[lengths <= budget.capacity]
         if budget.shapes is not None or not len(fitting):  # Groups of one shape cost the same.
             return budget.tokens

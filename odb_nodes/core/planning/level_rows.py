@@ -40,7 +40,8 @@ def level_rows(
     parts = round(int(sums[-1]) / (room * max(STEPS * world_size, LEAST_ROWS)))
     if window is not None:
         parts = max(parts, -(-len(tokens) // (window * world_size)))
-    waiting, start = np.empty(0, np.int64), 0
+    waiting = np.empty(0, np.int64)
+    start = 0
     for part in range(1, parts):
         stop = int(np.searchsorted(sums, int(sums[-1]) * part // parts, "right"))
         places = np.concatenate((waiting, np.arange(start, stop)))

@@ -99,7 +99,8 @@ def moves_of(
     sizes = [column.shape[1] for column in columns]
     tokens, patches = np.concatenate(columns, axis=1)
     owners = np.repeat(np.arange(ranks), sizes)
-    holders, work = owners.copy(), _needs(tokens, patches, budget)
+    holders = owners.copy()
+    work = _needs(tokens, patches, budget)
     if step_time is None:
         _level(holders, work, fixed_costs, np.ones(len(work), dtype=bool))
     else:

@@ -114,8 +114,10 @@ def missing_fields(config: Any, *meanings: str) -> list[str]:
 
 def flops_of_config(config: Any, *, causal: bool, image_patches: int) -> Flops:
     """Return the FLOPs of a model, see `StepTime.of_config`."""
-    whole, encoder = field_of(config, "text") or config, field_of(config, "vision")
-    place, text = "config" if whole is config else "config.text_config", _fields_of_layer(whole, 0)
+    whole = field_of(config, "text") or config
+    encoder = field_of(config, "vision")
+    place = "config" if whole is config else "config.text_config"
+    text = _fields_of_layer(whole, 0)
     _check_known(_Fields(config), "config")
     _check_known(text, place, "hidden", "layers", "heads", "vocabulary")
     if text.linear_heads or text.expansion:
@@ -224,7 +226,8 @@ def _attention(config: _Fields) -> tuple[float, float]:
     hidden, heads = config.hidden, config.heads
     if rank := config.kv_rank:
         plain, rotary = config.plain_size or 0, config.rotary_size or 0
-        size, value_size = plain + rotary, config.value_size
+        size = plain + rotary
+        value_size = config.value_size
         query_rank = config.query_rank
         queries = heads * size * (query_rank or hidden) + hidden * (query_rank or 0)
         keys = hidden * (rank + rotary) + rank * heads * (plain + value_size)
@@ -260,7 +263,8 @@ def _feed_forward(config: _Fields, layer: int) -> float:
         size = config.value_of_layer("intermediate", layer)
     check_number("intermediate_size", size, "[0, inf)")
     matrices = 2 + _is_gated(config)
-    experts, shared_size = config.all_experts or 0, config.shared_size
+    experts = config.all_experts or 0
+    shared_size = config.shared_size
     if experts < 2 or not _is_mixed(config, layer):
         return float(matrices * hidden * (size if experts or not shared_size else shared_size))
     expert_size = config.expert_size or size
@@ -271,7 +275,8 @@ def _feed_forward(config: _Fields, layer: int) -> float:
 
 def _is_mixed(config: _Fields, layer: int) -> bool:
     """Return whether a layer has experts, in a model with experts."""
-    kinds, every = config.mixed_kinds, config.mixed_every or 1
+    kinds = config.mixed_kinds
+    every = config.mixed_every or 1
     if kinds:
         return bool(config.value_of_layer("mixed_kinds", layer) == "sparse")
     offset = config.mixed_offset

@@ -66,7 +66,8 @@ class Packing:
         """
         if self._step_time is None or not table.shape[1]:
             return NO_CAPS
-        costs, room = self.costs(table[TOKENS]), self.room
+        costs = self.costs(table[TOKENS])
+        room = self.room
         full_rows = max(len(costs) / room.samples, int(table[PATCHES].sum()) / room.patches)
         if full_rows > int(costs.sum()) / room.cost:
             return NO_CAPS  # Rows are full by samples or patches, not by cost.
@@ -91,7 +92,8 @@ class Packing:
         extra, in_costs = self._extra(table), self._in_costs(table)
         aim = Aim(self.room, times_of(cap))
         columns, missed = aimed_row(in_costs, extra, aim, due)
-        if is_poor(missed, aim) or not len(columns):  # All samples may be oversize.
+        # A row has no columns if all samples are oversize.
+        if is_poor(missed, aim) or not len(columns):
             oldest, oldest_missed = self._nearest_of_oldest(in_costs, extra, aim)
             if oldest_missed < missed or not len(columns):
                 return oldest
@@ -143,7 +145,9 @@ class Packing:
 
     def _oldest(self, table: IntArray) -> IntArray:
         """Return the columns of the oldest samples that fit together, at least one, by age."""
-        ordinals, pooled, count = table[ORDINALS], table.shape[1], 32
+        ordinals = table[ORDINALS]
+        pooled = table.shape[1]
+        count = 32
         while True:
             count = min(2 * count, pooled)
             columns: IntArray = np.argpartition(ordinals, count - 1)[:count]

@@ -210,7 +210,8 @@ class RollingPool:
             return self._aim(caps, int(self._table[ORDINALS].argmin()) if is_forced else None)
         youngest_anchor = self.oldest
         if not is_forced:
-            anchors, ages = min(ANCHORS, len(self)), self._table[ORDINALS]
+            anchors = min(ANCHORS, len(self))
+            ages = self._table[ORDINALS]
             youngest_anchor = int(np.partition(ages, anchors - 1)[anchors - 1])
         columns = self._grouping.choose(self._table, youngest_anchor, self.caps)
         if len(self.caps):
@@ -242,7 +243,8 @@ class RollingPool:
             groups = self._grouping.partition(self._table)
             # In order of their oldest samples, groups of many short samples would come first.
             self._tail = sorted(groups, key=lambda group: -int(group[0]))
-        longest, index = self._table[ORDINALS, -1], -1
+        longest = self._table[ORDINALS, -1]
+        index = -1
         if largest:
             index = [longest in group for group in self._tail].index(True)
         return np.flatnonzero(np.isin(self._table[ORDINALS], self._tail.pop(index)))

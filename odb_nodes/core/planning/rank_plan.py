@@ -180,7 +180,9 @@ class RankPlan:
         """Return whether another group must be formed before the next step."""
         if self.is_last:
             return False
-        formed, settled, is_last = len(self.formed), self.settled, self.settings.is_last
+        formed = len(self.formed)
+        settled = self.settled
+        is_last = self.settings.is_last
         if settled.is_over:
             return is_last or formed <= self.most_steps
         if self._is_first_step:
@@ -242,14 +244,14 @@ class RankPlan:
     def agree(self, reports: Sequence[CostReport]) -> Agreement:
         """Return the plan and settings that follow from all reports, and are equal on all ranks."""
         options = self._options
-        key = hash_ints(options.seed, self._epoch, self.round)
+        seed = hash_ints(options.seed, self._epoch, self.round)
         following = round_steps(
             self.round + 1, self._world_size, options.round_size, options.accumulate
         )
         # On a single rank, groups of a node of the user keep their order.
         mixes = len(reports) > 1 or isinstance(self.planner, GroupPlanner)
         accumulate = options.accumulate if mixes else 1
-        plan = plan_round(reports, uneven=options.uneven, key=key, accumulate=accumulate)
+        plan = plan_round(reports, uneven=options.uneven, seed=seed, accumulate=accumulate)
         settings = next_settings(
             reports,
             self.settings,
@@ -267,14 +269,16 @@ class RankPlan:
         assert self._reported is not None
         ladder, last_round = self._reported
         self._reported = None
-        plan, chosen = agreement.plan, agreement.plan.groups[self._rank].tolist()
+        plan = agreement.plan
+        chosen = plan.groups[self._rank].tolist()
         groups = ladder.groups(plan.splits[self._rank])
         step_groups = [None if index == FILLER else groups[index] for index in chosen]
         further = [] if last_round is not None else self.formed[self.most_steps :]
         dropped: list[Facts] = []
         if plan.last:
             dropped = [group for index, group in enumerate(groups) if index not in {*chosen}]
-            dropped, further = dropped + further, []
+            dropped = dropped + further
+            further = []
         self.settled = SettledRound(plan.totals, step_groups)
         self.is_last, self.settings, self.formed = plan.last, agreement.settings, further
         self.round += 1
@@ -331,7 +335,8 @@ class LastRound:
         step_time: StepTime | None = None,
     ) -> None:
         self._samples, self.budget, self._step_time = samples, budget, step_time
-        self._rank, self._shared = rank, samples.sharers == world_size
+        self._rank = rank
+        self._shared = samples.sharers == world_size
         self.given_away = NO_FACTS
         """The samples that this rank gives away."""
         self.groups: list[Facts] = []

@@ -99,7 +99,9 @@ class KnownEpoch:
     def remaining_of(self, earlier: EarlierRanks, numbers: IntArray, *, is_whole: bool) -> IntArray:
         """Return which samples of `numbers` earlier ranks have not emitted, (n,)."""
         waiting, _ = self.waiting_of(earlier)
-        parts, ranks, limits = [waiting], earlier.ranks, earlier.limits
+        parts = [waiting]
+        ranks = earlier.ranks
+        limits = earlier.limits
         if not all(progress.is_alone for progress in ranks):
             shared = self.plan(numbers, limits, len(ranks), is_whole=is_whole)
         for rank, progress in enumerate(ranks):

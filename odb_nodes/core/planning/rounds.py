@@ -88,7 +88,8 @@ class CostReport:
         rows, offered, groups, ended, has_filler, max_tokens, remaining, *lengths = header
         columns = COLUMNS + tasks
         stop = HEADER + columns * rows
-        table, offer = message[HEADER:stop].reshape(rows, columns), message[stop : stop + offered]
+        table = message[HEADER:stop].reshape(rows, columns)
+        offer = message[stop : stop + offered]
         pool = PoolReport(offer, (lengths[0], lengths[1]))
         return cls(table, groups, bool(ended), bool(has_filler), max_tokens, remaining, pool)
 
@@ -110,7 +111,7 @@ class RoundPlan:
     last: bool  # whether the epoch ends with this round
 
 
-def row_of(group: GroupCost) -> list[int]:
+def table_row(group: GroupCost) -> list[int]:
     """Return the row of a group in the table of a report."""
     return [group.samples, group.targets, group.costs, 0, group.flags, *group.tasks]
 
@@ -171,11 +172,14 @@ def report_of(
 
     See `CostReport` for the other arguments.
     """
-    rows = [row_of(cost) for cost in ladder.costs]
+    rows = [table_row(cost) for cost in ladder.costs]
     groups = len(rows)
-    while has_ended and may_split and len(rows) < most and (split := ladder.split()) is not None:
+    while has_ended and may_split and len(rows) < most:
+        split = ladder.split()
+        if split is None:
+            break
         shorter, longer = split
-        row = row_of(shorter)
+        row = table_row(shorter)
         row[LONGER_COSTS] = longer.costs
         row[FLAGS] = shorter.flags << FLAG_BITS | longer.flags
         rows.append(row)
@@ -194,7 +198,7 @@ def cut_by_length(tokens: Sequence[int], pieces: int) -> list[list[int]]:
 
 
 def plan_round(
-    reports: Sequence[CostReport], *, uneven: Uneven, key: int, accumulate: int = 1
+    reports: Sequence[CostReport], *, uneven: Uneven, seed: int, accumulate: int = 1
 ) -> RoundPlan:
     """Return the plan of a round, the same on every rank.
 
@@ -204,11 +208,13 @@ def plan_round(
     of different lengths.
     """
     if len(reports) == 1:
-        return _plan_alone(reports[0], accumulate, key)
+        return _plan_alone(reports[0], accumulate, seed)
     ended = [report.ended for report in reports]
-    steps, last = max(report.groups for report in reports), all(ended)
+    steps = max(report.groups for report in reports)
+    last = all(ended)
     if uneven == "stop" and any(ended):
-        steps, last = min(report.groups for report in reports if report.ended), True
+        steps = min(report.groups for report in reports if report.ended)
+        last = True
     splits = [
         min(max(0, steps - report.groups), len(report.table) - report.groups)
         if uneven == "fill"
@@ -226,18 +232,19 @@ def plan_round(
     samples = np.take_along_axis(pieces[:, :, SAMPLES], order, axis=1).sum(axis=0)
     costs = np.take_along_axis(costs_of(pieces[:, :, COSTS]), order, axis=1).sum(axis=0)
     lengths = costs / np.maximum(samples, 1)
-    order = order[:, spread_steps(lengths, accumulate, key)]
+    order = order[:, spread_steps(lengths, accumulate, seed)]
     chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
     groups = np.where(order < sizes, order, FILLER)
     return RoundPlan(_totals(chosen), groups, splits, last)
 
 
-def _plan_alone(report: CostReport, accumulate: int, key: int) -> RoundPlan:
+def _plan_alone(report: CostReport, accumulate: int, seed: int) -> RoundPlan:
     """Return the plan of a single rank: its groups in their order, or spread over micro-steps."""
-    table, groups = report.table[: report.groups], np.arange(report.groups)
+    table = report.table[: report.groups]
+    groups = np.arange(report.groups)
     if accumulate > 1:
         lengths = costs_of(table[:, COSTS]) / np.maximum(table[:, SAMPLES], 1)
-        groups = spread_steps(lengths, accumulate, key)
+        groups = spread_steps(lengths, accumulate, seed)
         table = table[groups]
     totals = table[:, [SAMPLES, TARGETS, FLAGS, COSTS, *range(COLUMNS, table.shape[1])]]
     totals[:, 3] = costs_of(totals[:, 3])
@@ -246,7 +253,7 @@ def _plan_alone(report: CostReport, accumulate: int, key: int) -> RoundPlan:
 
 def step_totals(groups: Sequence[Sequence[GroupCost]]) -> IntArray:
     """Return the `totals` of a `RoundPlan` for steps whose groups, by rank, are planned already."""
-    rows = [[row_of(group) for group in groups_of_rank] for groups_of_rank in groups]
+    rows = [[table_row(group) for group in groups_of_rank] for groups_of_rank in groups]
     return _totals(np.array(rows, dtype=np.int64))
 
 
@@ -258,13 +265,13 @@ def _totals(pieces: IntArray) -> IntArray:
     return np.column_stack((samples, targets, flags, most_cost, task_targets))
 
 
-def shuffled(count: int, key: int) -> IntArray:
-    """Return a permutation of `range(count)` that depends on `key` alone, on no library version."""
-    return np.array(sorted(range(count), key=lambda index: hash_ints(key, index)), dtype=np.int64)
+def shuffled(count: int, seed: int) -> IntArray:
+    """Return a permutation of `range(count)` that depends on `seed` alone, not on versions."""
+    return np.array(sorted(range(count), key=lambda index: hash_ints(seed, index)), dtype=np.int64)
 
 
 def spread_steps(
-    lengths: npt.NDArray[np.float64], accumulate: int, key: int, steps_before: int = 0
+    lengths: npt.NDArray[np.float64], accumulate: int, seed: int, steps_before: int = 0
 ) -> IntArray:
     """Return an order of steps in which the micro-steps of an optimizer step differ in length.
 
@@ -272,18 +279,18 @@ def spread_steps(
     one step of each part. An optimizer step that has begun before, or that is incomplete at the
     end, has steps of any part.
 
-    lengths: mean length of the samples of each step, (n,); key: seed of the order; steps_before:
+    lengths: mean length of the samples of each step, (n,); seed: seed of the order; steps_before:
     steps of the epoch before these.
     """
-    order = shuffled(len(lengths), key)
+    order = shuffled(len(lengths), seed)
     begun, order = np.split(order, [-steps_before % accumulate])
     whole = len(order) // accumulate
     if accumulate == 1 or not whole:
         return np.concatenate((begun, order))
     kept, over = order[: whole * accumulate], order[whole * accumulate :]
     strata = kept[np.argsort(lengths[kept], kind="stable")].reshape(accumulate, whole)
-    mixed = [part[shuffled(whole, hash_ints(key, number))] for number, part in enumerate(strata)]
-    micro = np.stack([shuffled(accumulate, hash_ints(key, step, 1)) for step in range(whole)])
+    mixed = [part[shuffled(whole, hash_ints(seed, number))] for number, part in enumerate(strata)]
+    micro = np.stack([shuffled(accumulate, hash_ints(seed, step, 1)) for step in range(whole)])
     spread = np.take_along_axis(np.stack(mixed, axis=1), micro, axis=1)
     return np.concatenate((begun, spread.ravel(), over))
 

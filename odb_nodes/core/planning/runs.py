@@ -74,7 +74,8 @@ class LengthRuns:
             return NO_CAPS  # Groups of one shape cost the same.
         first, costs, _ = self._runs(table)
         ends = [stop - 1 for start, stop in _tiles(first) if start]  # The first run is not full.
-        pool_cost, budget_tokens = int(self._work(table).sum()), self._budget.tokens
+        pool_cost = int(self._work(table).sum())
+        budget_tokens = self._budget.tokens
         last = np.array(ends, dtype=np.int64)
         if self._step_time is None:
             descending = np.sort(costs[last])[::-1]
@@ -96,7 +97,8 @@ class LengthRuns:
 
         due: the column of a sample that the run must hold.
         """
-        row_costs, most_time = self._runs(table)[2], max(times_of(cap), 1)
+        row_costs = self._runs(table)[2]
+        most_time = max(times_of(cap), 1)
         rows = self._rows_within(table, most_time)
         stop = np.arange(1, len(rows) + 1)
         first = stop - rows
@@ -192,7 +194,8 @@ class LengthRuns:
         mostly the cost of the cap, which other ranks fill.
         """
         first, _, row_costs = self._runs(table)
-        stop, largest = np.arange(1, len(first) + 1), len(caps) - 1
+        stop = np.arange(1, len(first) + 1)
+        largest = len(caps) - 1
         most = stop - first
         rows = self._allowed(np.minimum(caps[-1] // row_costs, most))
         costs = rows * row_costs

@@ -219,7 +219,8 @@ class _Feeder:
         shares_rest: bool,
         knows_length: bool,
     ) -> None:
-        self._samples, self._length = samples, len(shard)
+        self._samples = samples
+        self._length = len(shard)
         self._admitted = np.flatnonzero(~left_out[shard])
         self.items = shard
         """Row of the dataset of each sample, by ordinal."""
@@ -265,7 +266,8 @@ class _Feeder:
         return None if group is None else _block(self._samples, self.items[group.ordinal])
 
     def _facts(self, ordinals: IntArray) -> Facts:
-        samples, items = self._samples, self.items[ordinals]
+        samples = self._samples
+        items = self.items[ordinals]
         return Facts(
             ordinal=ordinals,
             tokens=samples.tokens[items],
@@ -276,7 +278,8 @@ class _Feeder:
         )
 
     def _measure(self, group: Facts) -> GroupCost:
-        budget, items = self._planner.budget, self.items[group.ordinal]
+        budget = self._planner.budget
+        items = self.items[group.ordinal]
         time = time_of_group(
             self._step_time,
             group.tokens,

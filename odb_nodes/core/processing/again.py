@@ -36,34 +36,36 @@ class ProcessedAgain(ItemsAgain, RestoredItems):
         if self._backlog is not None:
             self._backlog.add_later(self)
 
-    def key_of(self, row: int) -> ItemKey | None:
+    def key_of(self, index: int) -> ItemKey | None:
         """Return the key of an item, if the source has keys."""
-        return self._whole.keys[row]
+        return self._whole.keys[index]
 
-    def name_of(self, row: int) -> str:
+    def name_of(self, index: int) -> str:
         """Return the name of an item in errors: its key, or else its number in the epoch."""
-        return self._whole.name_of(row)
+        return self._whole.name_of(index)
 
-    def want(self, rows: Sequence[int]) -> None:
-        """Queue these rows: after all queued rows, before the remaining ones."""
+    def want(self, indices: Sequence[int]) -> None:
+        """Queue these items: after all queued items, before the remaining ones."""
         if self._backlog is not None:
             self._runner.check_process()  # A forked child may have inherited a lock that is held.
-            self._backlog.plan(self, sorted(rows, key=self._neighbours))
+            self._backlog.plan(self, sorted(indices, key=self._neighbours))
 
-    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        """Return for each row a run of results, and the index of the row's result in it.
+    def take(self, indices: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        """Return for each item a run of results that contains its result, and the position in it.
 
         Raises:
             SampleError: processing an item raised; names the item's key.
             WorkerError: a worker died, did not answer in time, or belongs to another process.
         """
         self._runner.check_process()
-        with self._lock:  # Otherwise the backlog might send the same rows meanwhile.
-            unsent = [row for row in rows if row not in self._sent and row not in self._results]
-            for row in unsent:
-                self._was_sent[row] = True
+        with self._lock:  # Otherwise the backlog might send the same items meanwhile.
+            unsent = [
+                index for index in indices if index not in self._sent and index not in self._results
+            ]
+            for index in unsent:
+                self._was_sent[index] = True
         self._send(unsent)
-        return [self._result(row) for row in rows]
+        return [self._result(index) for index in indices]
 
     def was_sent(self, row: int) -> bool:
         """Return whether a row was ever sent to the workers."""

@@ -67,9 +67,8 @@ class ChunkTask:
     keys: ItemKeys
     epoch: int
     cycle: int  # how many times the epoch was begun again
-    positions: Sequence[
-        int
-    ]  # numbers of the items in the epoch, or rows of items made again by key
+    # numbers of the items in the epoch, or indices of items made again by key
+    positions: Sequence[int]
     is_reprocessed: bool = False  # whether the items were processed in this epoch before
     group_arguments: tuple[int, TokenBudget] | None = None  # for a group: see `MakesGroups`
 

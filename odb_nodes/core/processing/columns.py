@@ -39,7 +39,7 @@ class Column:
         value = self.values[self.offsets[row] : self.offsets[row + 1]]
         return torch.from_numpy(value) if self.are_tensors else value
 
-    def kept(self, rows: Sequence[int], offsets: list[int]) -> Column:
+    def take_rows(self, rows: Sequence[int], offsets: list[int]) -> Column:
         """Return a copy of some rows, which have these offsets in it."""
         arrays = [self.values[self.offsets[row] : self.offsets[row + 1]] for row in rows]
         return Column(np.concatenate(arrays), offsets, self.are_tensors)
@@ -114,7 +114,7 @@ class DataColumns(Sequence[Any]):
             self._rows_like[key] = rows_like
         return self._rows_like[key]
 
-    def kept(self, rows: IntArray) -> DataColumns:
+    def take_rows(self, rows: IntArray) -> DataColumns:
         """Return a copy of some rows."""
         columns: list[Column | list[Any]] = []
         row_numbers = rows.tolist()
@@ -130,7 +130,7 @@ class DataColumns(Sequence[Any]):
             if id(old) not in new_offsets:
                 lengths = (old[row + 1] - old[row] for row in row_numbers)
                 new_offsets[id(old)] = [*accumulate(lengths, initial=0)]
-            columns.append(column.kept(row_numbers, new_offsets[id(old)]))
+            columns.append(column.take_rows(row_numbers, new_offsets[id(old)]))
         return DataColumns(self.keys, columns)
 
 

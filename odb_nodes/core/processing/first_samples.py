@@ -37,9 +37,8 @@ class FirstSamples:
         """Return how many of the first samples to check in a chunk of `count` samples."""
         checked = min(max(self.unchecked, 0), count)
         self.unchecked -= count
-        if (
-            count == 1 or self.unchecked > -_EVERY
-        ):  # In a chunk of 1, no later sample overwrites it.
+        # In a chunk of 1, no later sample overwrites the first one.
+        if count == 1 or self.unchecked > -_EVERY:
             return checked
         self.unchecked = 0
         return max(checked, 1)

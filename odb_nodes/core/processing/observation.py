@@ -30,6 +30,7 @@ from odb_nodes.errors import SampleError
 
 _SPANS = ("start_positions", "end_positions")
 _COUNTED_KEYS = frozenset((*CLASS_KEYS, *_SPANS, "image_grid_thw", "pixel_values"))
+_ARRAY = "If it is a file with one JSON array, write one object per line. "
 _IGNORED = np.array(IGNORE_INDEX)  # Numpy compares an array faster than a number.
 
 
@@ -137,7 +138,7 @@ def with_item_key(result: Any, item: ItemKey | None) -> Any:
             counted,
             item.key if key is None and item is not None else key,
             item or old_item,
-            digest_of(result) if digest is None else digest,
+            digest_of_sample(result) if digest is None else digest,
             task,
             padding=padding,
         )
@@ -148,7 +149,7 @@ def with_item_key(result: Any, item: ItemKey | None) -> Any:
     return result
 
 
-def digest_of(sample: Sample) -> int:
+def digest_of_sample(sample: Sample) -> int:
     """Return a CRC-32 of a sample's data and costs."""
     if sample.digest is not None:
         return sample.digest
@@ -158,9 +159,10 @@ def digest_of(sample: Sample) -> int:
 
 def _length_of(data: Any) -> int:
     if not (is_mapping(data) and "input_ids" in data):
+        is_array = isinstance(data, list) and any(isinstance(part, dict) for part in data)
         raise SampleError(
-            f"a sample has no length: it is {_describe_sample(data)}. Return a mapping with "
-            "`input_ids`, or pass an `observe` that returns its length in tokens."
+            f"a sample has no length: it is {_describe_sample(data)}. {_ARRAY * is_array}Return a "
+            "mapping with `input_ids`, or pass an `observe` that returns its length in tokens."
         )
     return len(flatten_row("input_ids", data["input_ids"]))
 

@@ -266,7 +266,8 @@ class RayPool(WorkerPool):
         """Return whether an actor is lost; if so, replace it and queue its chunks again."""
         if worker not in self._workers:
             return True
-        error, errors = answer.exception(), self._ray.exceptions
+        error = answer.exception()
+        errors = self._ray.exceptions
         if not isinstance(error, errors.RayError) or isinstance(error, errors.RayTaskError):
             return False
         self._workers.remove(worker)

@@ -85,7 +85,8 @@ class BlockPermutation:
 
     def __call__(self, positions: IntArray) -> IntArray:
         """Return the elements at `positions`: (n,) int64 in `range(size)` -> (n,) int64."""
-        elements, ends = np.empty_like(positions), self._ends
+        elements = np.empty_like(positions)
+        ends = self._ends
         mixes = np.searchsorted(ends, positions, "right") // self._mixed
         for mix in np.unique(mixes).tolist():
             first = mix * self._mixed

@@ -42,6 +42,36 @@ def source_of(
     shard: tuple[int, int],
 ) -> tuple[BaseNode[Any], Any]:
     """Return the source node, and the dataset that its items index; `None` if they are samples."""
+    _check_is_no_path_or_loader(dataset)
+    if isinstance(dataset, JsonlSource):
+        if shuffle and not dataset.fingerprint()["shuffle"]:
+            raise ValueError(
+                f"`shuffle` must not be True for a `{type(dataset).__name__}` with `shuffle=False`."
+                " Leave out one of the two."
+            )
+        # Each loader reads the files with a copy, which has a position for this loader alone.
+        dataset = dataset.copy(shuffle=shuffle, seed=seed)
+        shuffle = None
+    if isinstance(dataset, BaseNode):
+        if sampler is not None or shuffle:
+            raise ValueError(
+                f"`sampler` and `shuffle` must not be given for a node (`{type(dataset).__name__}`)"
+                ", which decides the order. Leave them out, and make the node with the order that "
+                "you want."
+            )
+        _check_share(dataset, shard)
+        return dataset, None
+    if is_iterated(dataset):
+        _check_iterated(dataset, shuffle, sampler)
+        return IterableSource(dataset, *shard), None
+    _check_indexed(dataset, shard[1])
+    if sampler is None:
+        return ShardedSampler(dataset, shuffle is not False, seed, *shard), dataset
+    _check_sampler(sampler, shuffle)
+    return IterableSource(sampler, *shard, yields_indices=True), dataset
+
+
+def _check_is_no_path_or_loader(dataset: object) -> None:
     if isinstance(dataset, (str, bytes, os.PathLike)):
         raise TypeError(
             f"`dataset` must be a dataset, but is {dataset!r:.80} instead. For files pass "
@@ -53,45 +83,36 @@ def source_of(
             "yields batches. Use `ODBDataLoader.from_dataloader(loader, token_budget=...)`, which "
             "takes over its dataset, order, collate function and workers."
         )
-    if isinstance(dataset, JsonlSource):
-        if shuffle and not dataset.fingerprint()["shuffle"]:
-            raise ValueError(
-                f"`shuffle` must not be True for a `{type(dataset).__name__}` with `shuffle=False`."
-                " Leave out one of the two."
-            )
-        # Each loader reads the files with a copy, which has a position for this loader alone.
-        dataset, shuffle = dataset.copy(shuffle=shuffle, seed=seed), None
-    if isinstance(dataset, BaseNode):
-        if sampler is not None or shuffle:
-            raise ValueError(
-                f"`sampler` and `shuffle` must not be given for a node (`{type(dataset).__name__}`)"
-                ", which decides the order. Leave them out, and make the node with the order that "
-                "you want."
-            )
-        _check_share(dataset, shard)
-        return dataset, None
-    if is_iterated(dataset):
-        check_iterable("dataset", dataset, REPEATABLE)
-        if sampler is not None:
-            raise ValueError("`sampler` must be None for an iterable dataset.")
-        if shuffle:
-            raise ValueError(
-                "`shuffle` must not be True for an iterable dataset, which decides the order: "
-                "shuffle in the dataset, seeded by its `set_epoch`."
-            )
-        return IterableSource(dataset, *shard), None
+
+
+def _check_iterated(dataset: object, shuffle: bool | None, sampler: Iterable[int] | None) -> None:
+    """Raise an error unless an iterable dataset can be iterated again, and decides the order."""
+    check_iterable("dataset", dataset, REPEATABLE)
+    if sampler is not None:
+        raise ValueError("`sampler` must be None for an iterable dataset.")
+    if shuffle:
+        raise ValueError(
+            "`shuffle` must not be True for an iterable dataset, which decides the order: "
+            "shuffle in the dataset, seeded by its `set_epoch`."
+        )
+
+
+def _check_indexed(dataset: object, world_size: int) -> None:
+    """Raise an error unless a map-style dataset has a length, which may be 0 on some ranks."""
     if not isinstance(dataset, Sized):
         raise TypeError(
             f"`dataset` must have a length, but `{type(dataset).__name__}` has none. Make it an "
             "`IterableDataset`, or pass something with `__len__`."
         )
-    if len(dataset) == 0 and not may_be_empty(shard[1]):
+    if len(dataset) == 0 and not may_be_empty(world_size):
         raise ValueError(
             "`dataset` must have at least 1 sample, but is empty. With `sharded=True`, some of "
             "several ranks may have none."
         )
-    if sampler is None:
-        return ShardedSampler(dataset, shuffle is not False, seed, *shard), dataset
+
+
+def _check_sampler(sampler: Iterable[int], shuffle: bool | None) -> None:
+    """Raise an error unless a sampler alone decides the order, and can repeat it."""
     if shuffle:
         raise ValueError(
             "`sampler` must be None where `shuffle` is True: both decide the order. Leave one out."
@@ -103,7 +124,6 @@ def source_of(
             "run resumes. Pass `shuffle=`, or as `sampler=` an iterable that yields the same order "
             "again."
         )
-    return IterableSource(sampler, *shard, yields_indices=True), dataset
 
 
 def draws_nothing(dataset: Any) -> bool:
@@ -176,11 +196,10 @@ def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
         sampler = loader.batch_sampler.sampler
     whole = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
     if whole is not None and len(whole) == len(loader.dataset):  # type: ignore[arg-type]
-        if isinstance(sampler, DistributedSampler) and shard == (
-            sampler.rank,
-            sampler.num_replicas,
-        ):  # It is replaced, since it repeats samples to make the shards equal.
-            return {"shuffle": bool(sampler.shuffle), "seed": sampler.seed}
+        # A `DistributedSampler` is replaced, since it repeats samples to make the shards equal.
+        if isinstance(sampler, DistributedSampler):
+            if shard == (sampler.rank, sampler.num_replicas):
+                return {"shuffle": bool(sampler.shuffle), "seed": sampler.seed}
         if isinstance(sampler, SequentialSampler):
             return {"shuffle": False}
         if isinstance(sampler, shuffling_samplers()) and not sampler.replacement:

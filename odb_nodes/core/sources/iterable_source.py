@@ -275,7 +275,10 @@ def _plain_index(item: Any) -> Any:
 def _check_is_whole(iterable: Any, world_size: int) -> None:
     """Raise a ValueError for an iterable that is split over the ranks already."""
     # Several ranks in one process, or a single rank, may get all of its items.
-    if world_size == 1 or (by := split_by_itself(iterable)) is None:
+    if world_size == 1:
+        return
+    by = split_by_itself(iterable)
+    if by is None:
         return
     if resolve_rank(None, None)[1] > 1 or isinstance(iterable, DistributedSampler):
         raise ValueError(

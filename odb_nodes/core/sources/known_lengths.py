@@ -78,17 +78,20 @@ def known_lengths(dataset: Any, lengths: Any = None, *, is_processed: bool) -> K
     if isinstance(lengths, str) and lengths in (_columns_of(dataset) or ()):
         column = _joined(dataset, partial(_of_column, lengths))
     if column is not None:
-        tokens, origin = column, f"the column {lengths!r}"
+        tokens = column
+        origin = f"the column {lengths!r}"
     elif isinstance(lengths, os.PathLike) or (isinstance(lengths, str) and os.path.isfile(lengths)):
         path = os.fspath(lengths)
-        tokens, origin = _of_file(dataset, path), f"the file {path!r}"
+        tokens = _of_file(dataset, path)
+        origin = f"the file {path!r}"
     elif isinstance(lengths, str):
         raise ValueError(
             f"`lengths` must name a column or a file, but is {lengths!r} instead: there is no such "
             f"file, and {_columns_text(dataset)}"
         )
     else:
-        tokens, origin = _of_rows(len(dataset), lengths), "`lengths`"
+        tokens = _of_rows(len(dataset), lengths)
+        origin = "`lengths`"
     return KnownLengths(_checked(tokens, origin), origin)
 
 
@@ -294,7 +297,8 @@ def _of_file(dataset: Any, path: str) -> IntArray:
     table = read_length_file(path, ("tokens", "keys"), dict[str, Any])
     tokens, keys, names = table["tokens"], table["keys"], table["names"]
     size = sum(table["sizes"])
-    saved_id, present_id = table.get("data_id", ""), data_id_of(dataset)
+    saved_id = table.get("data_id", "")
+    present_id = data_id_of(dataset)
     order = np.argsort(keys, kind="stable")
     why = ""
     if len(names) > 1:

@@ -184,7 +184,7 @@ def checked_weights(
     weights: Mapping[str, float], sources: Mapping[str, BaseNode[Any]]
 ) -> dict[str, float]:
     """Return the weights in the order of the sources; raise an error if one is invalid."""
-    check_names("weights", weights, "sources", sources)
+    check_same_names("weights", weights, "sources", sources)
     for name, weight in weights.items():
         _check_weight(f"weights[{name!r}]", weight)
     return {name: float(weights[name]) for name in sources}
@@ -193,7 +193,7 @@ def checked_weights(
 def check_schedule(schedule: WeightSchedule, sources: Mapping[str, Any], stop: Stop) -> None:
     """Raise a `ValueError` unless a schedule has these sources, and lets an epoch end."""
     last = schedule.places[-1][1]
-    check_names("weights", last, "sources", sources)
+    check_same_names("weights", last, "sources", sources)
     off = [name for name, share in last.items() if not share]
     if stop != "first_exhausted" and off:
         raise ValueError(
@@ -203,7 +203,7 @@ def check_schedule(schedule: WeightSchedule, sources: Mapping[str, Any], stop: S
         )
 
 
-def check_names(
+def check_same_names(
     option: str, values: Mapping[str, Any], option_of_sources: str, sources: Mapping[str, Any]
 ) -> None:
     """Raise unless `values` has an entry for every source, and no other."""

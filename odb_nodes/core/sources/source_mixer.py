@@ -361,33 +361,33 @@ class _MixedAgain(ItemsAgain):
         self._items, self._places, self._of_sources = items, places, of_sources
         self._is_wanted = bytearray(len(places))
 
-    def want(self, rows: Sequence[int]) -> None:
-        """Have these rows made after the rows wanted before, and before all other rows."""
-        new = [row for row in rows if not self._is_wanted[row]]
-        for row in new:
-            self._is_wanted[row] = True
-        for name, rows_of_source in self._by_source(new).items():
-            self._of_sources[name].want([self._places[row][1] for row in rows_of_source])
+    def want(self, indices: Sequence[int]) -> None:
+        """Queue these items: after all queued items, before the remaining ones."""
+        new = [index for index in indices if not self._is_wanted[index]]
+        for index in new:
+            self._is_wanted[index] = True
+        for name, indices_of_source in self._by_source(new).items():
+            self._of_sources[name].want([self._places[index][1] for index in indices_of_source])
 
-    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        """Return for each row a sequence of items, and the place of the row's item there."""
+    def take(self, indices: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        """Return for each item a sequence that contains it, and its position in the sequence."""
         items: dict[int, tuple[Sequence[Any], int]] = {}
-        self.want(rows)  # so that all sources work at the same time
-        for name, rows_of_source in self._by_source(rows).items():
-            places = [self._places[row][1] for row in rows_of_source]
+        self.want(indices)  # so that all sources work at the same time
+        for name, indices_of_source in self._by_source(indices).items():
+            places = [self._places[index][1] for index in indices_of_source]
             runs = self._of_sources[name].take(places)
-            for row, (run, place) in zip(rows_of_source, runs, strict=True):
-                items[row] = [_named(name, run[place])], 0
-        return [items[row] for row in rows]
+            for index, (run, place) in zip(indices_of_source, runs, strict=True):
+                items[index] = [_named(name, run[place])], 0
+        return [items[index] for index in indices]
 
-    def key_of(self, row: int) -> ItemKey:
+    def key_of(self, index: int) -> ItemKey:
         """Return the key of an item, which names its source."""
-        return self._items[row]
+        return self._items[index]
 
-    def _by_source(self, rows: Sequence[int]) -> dict[str, list[int]]:
+    def _by_source(self, indices: Sequence[int]) -> dict[str, list[int]]:
         by_source: dict[str, list[int]] = {}
-        for row in rows:
-            by_source.setdefault(self._places[row][0], []).append(row)
+        for index in indices:
+            by_source.setdefault(self._places[index][0], []).append(index)
         return by_source
 
 

@@ -84,7 +84,9 @@ class RunGuard:
         self, model: nn.Module, inputs: dict[str, Any], weight: MicroStep, compute: Compute
     ) -> torch.Tensor:
         """Add the gradients of the next batch of the step, and return its loss."""
-        number, step, model = len(self._returned), self._step, uncompiled(model)
+        number = len(self._returned)
+        step = self._step
+        model = uncompiled(model)
         if inputs is not self.batches[number]:
             raise ValueError(
                 "`training_step` must get the batches that `get_batch_samples` returned, but "
@@ -133,7 +135,8 @@ class RunGuard:
             step.compute_alone(number, model, compute_part)
         self._has_guarded = True
         # After each batch: between batches, the `Trainer` may run collectives.
-        skipped, loss = step.gather_skipped(), step.losses[number]
+        skipped = step.gather_skipped()
+        loss = step.losses[number]
         if number < len(self.batches) - 1:
             return loss
         step.count_step()

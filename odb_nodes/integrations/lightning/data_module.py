@@ -86,7 +86,8 @@ class ODBDataModule(LightningDataModule):
                 `virtual_ranks`.
         """
         trainer = self._trainer_of("estimated_steps")
-        max_epochs, max_steps = trainer.max_epochs, int(trainer.max_steps)
+        max_epochs = trainer.max_epochs
+        max_steps = int(trainer.max_steps)
         if max_epochs is None or max_epochs < 0:
             if max_steps < 0:
                 raise ValueError("`max_epochs` or `max_steps` must be given, so that the run ends.")
@@ -105,14 +106,15 @@ class ODBDataModule(LightningDataModule):
 
     def _options_of(self, trainer: Any) -> LoaderOptions:
         batches = trainer.accumulate_grad_batches
-        hosted = max(1, (self._options.virtual_ranks or 1) // trainer.world_size)
-        if batches % hosted:
+        ranks_per_process = max(1, (self._options.virtual_ranks or 1) // trainer.world_size)
+        if batches % ranks_per_process:
             raise ValueError(
-                f"`accumulate_grad_batches` must be a multiple of {hosted}, the number of virtual "
-                f"ranks that each of {trainer.world_size} ranks hosts, but is {batches}: it counts "
-                "the batches of an optimizer step on a rank, so it depends on the number of ranks."
+                f"`accumulate_grad_batches` must be a multiple of {ranks_per_process}, the number "
+                f"of virtual ranks of each of {trainer.world_size} processes, but is {batches}: it "
+                "counts the batches of an optimizer step of a process, so it depends on the "
+                "number of processes."
             )
-        return replace(self._options, accumulate=batches // hosted)
+        return replace(self._options, accumulate=batches // ranks_per_process)
 
     def _trainer_of(self, name: str) -> Any:
         if self.trainer is None:

@@ -11,7 +11,7 @@ from odb_nodes._compat import lightning as compat
 from odb_nodes._support.seeds import load_rngs, save_rngs
 from odb_nodes.core.contract import NodeState, SourceState
 from odb_nodes.core.loader.dataloader import ODBDataLoader
-from odb_nodes.core.loader.reshard_nodes import Ranks
+from odb_nodes.core.loader.reshard_states import Ranks
 from odb_nodes.core.step_info import StepInfo, pop_step_info
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.resuming import CHANGED_ARGUMENTS, begin_or_resume, resharded_run
@@ -175,7 +175,8 @@ class FitRun:
                 f"{fetched.batch_idx}: the checkpoint was changed, or an epoch was left before "
                 "its end."
             )
-        total, samples = compat.batches_begun(self._trainer), self.after.samples
+        total = compat.batches_begun(self._trainer)
+        samples = self.after.samples
         if info.step == 0:
             samples = 0
             settled = replace(

@@ -194,7 +194,8 @@ def _check_kind(options: Mapping[str, Any]) -> None:
 
 
 def _is_packed(options: Mapping[str, Any]) -> bool:
-    packing, is_neat = options.get("packing"), _flag(options, "neat_packing")
+    packing = options.get("packing")
+    is_neat = _flag(options, "neat_packing")
     if is_neat and packing is False:
         raise ValueError("`packing` must not be False if `neat_packing` is True. Drop one of them.")
     if not is_neat and _flag(options, "packing"):

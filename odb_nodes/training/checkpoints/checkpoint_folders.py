@@ -129,8 +129,8 @@ class CheckpointFolders:
 
     def _saves(self) -> dict[str, Save]:
         names = os.listdir(self.root) if self.root.is_dir() else []
-        saves = {name: save for name in names if (save := Save.of(name)).number}
-        return dict(sorted(saves.items(), key=lambda item: item[1]))
+        saves = [(Save.of(name), name) for name in names]
+        return {name: save for save, name in sorted(saves) if save.number}
 
 
 def choose(views: Sequence[Mapping[str, Contents]]) -> tuple[str | None, str | None]:

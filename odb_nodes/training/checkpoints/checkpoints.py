@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from odb_nodes._support.checks import check_count, check_seconds
 from odb_nodes._support.files import check_folder, sync_folder
@@ -17,7 +17,7 @@ from odb_nodes._support.seeds import load_rngs
 from odb_nodes._support.text import named_ranks
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.exchange import Meeting
-from odb_nodes.core.loader.reshard_nodes import Ranks
+from odb_nodes.core.loader.reshard_states import Ranks
 from odb_nodes.errors import PeerError, StateError
 from odb_nodes.training.checkpoints.checkpoint_folders import (
     CheckpointFolders,
@@ -27,6 +27,9 @@ from odb_nodes.training.checkpoints.checkpoint_folders import (
     missing_files,
 )
 from odb_nodes.training.checkpoints.rank_parts import RankParts
+
+if TYPE_CHECKING:
+    from odb_nodes.core.alignment.exchange.base import ProcessGroupLike
 
 _LOOKS, _PAUSE_S = 10, 0.5  # until all ranks see the files of a shared file system
 
@@ -82,7 +85,7 @@ class Checkpoints:
         keep: int = 2,
         replicated: Sequence[str] = (),
         timeout_s: float = 600.0,
-        process_group: Any = None,
+        process_group: ProcessGroupLike = None,
     ) -> None:
         self._folders = CheckpointFolders(check_folder(folder))
         self._parts = RankParts(parts, replicated, process_group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchdata.nodes import Stateful
 
@@ -16,7 +16,7 @@ from odb_nodes._support.seeds import save_rngs
 from odb_nodes.core.alignment.exchange import group_rank
 from odb_nodes.core.contract.state_file import load_state, save_state
 from odb_nodes.core.loader.loader import Loader
-from odb_nodes.core.loader.reshard_nodes import Ranks
+from odb_nodes.core.loader.reshard_states import Ranks
 from odb_nodes.errors import StateError
 from odb_nodes.training.checkpoints.checkpoint_folders import Save
 from odb_nodes.training.checkpoints.rank_states import log_resharding, rank_file
@@ -27,14 +27,18 @@ from odb_nodes.training.checkpoints.resharding import (
     reshard_parts,
 )
 
+if TYPE_CHECKING:
+    from odb_nodes.core.alignment.exchange.base import ProcessGroupLike
+
 _VERSION = 2
 
 
 class RankParts:
     """The parts of a rank that are saved together, and the global random generators."""
 
-    def __init__(self, parts: Any, replicated: Any, process_group: Any) -> None:
-        self._parts, self._process_group = _check_parts(parts), process_group
+    def __init__(self, parts: Any, replicated: Any, process_group: ProcessGroupLike) -> None:
+        self._parts = _check_parts(parts)
+        self._process_group = process_group
         check_type("replicated", replicated, Collection)
         if isinstance(replicated, str) or any(name not in [*self._parts] for name in replicated):
             raise ValueError(

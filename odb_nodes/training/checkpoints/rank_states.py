@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchdata.nodes import Stateful
 
@@ -20,6 +20,9 @@ from odb_nodes.core.contract.state_file import check_readable, load_state, save_
 from odb_nodes.errors import StateError, TornStateError
 from odb_nodes.training.checkpoints.resharding import check_saved_between_steps, reshard
 
+if TYPE_CHECKING:
+    from odb_nodes.core.alignment.exchange.base import ProcessGroupLike
+
 logger = logging.getLogger("odb_nodes")
 
 PREFIX = "odb_nodes-"  # begins the names of files that `save_rank_state` writes
@@ -29,7 +32,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def save_rank_state(
-    state: Mapping[str, Any], folder: str | os.PathLike[str], process_group: Any = None
+    state: Mapping[str, Any], folder: str | os.PathLike[str], process_group: ProcessGroupLike = None
 ) -> Path:
     """Write this rank's state into a checkpoint folder, atomically. Every rank calls it.
 
@@ -61,7 +64,7 @@ def save_rank_state(
     return path
 
 
-def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -> Any:
+def load_rank_state(folder: str | os.PathLike[str], process_group: ProcessGroupLike = None) -> Any:
     """Read this rank's state from a checkpoint folder.
 
     If another number of ranks wrote it, the states of all of them are read and resharded: see
@@ -159,7 +162,7 @@ def rank_file_names(folder: Path) -> list[RankFileName]:
         raise
     except OSError:  # There is no such folder, or it was just removed.
         return []
-    matches = [match for name in names if (match := _FILE.fullmatch(name))]
+    matches = filter(None, map(_FILE.fullmatch, names))
     return [RankFileName(match[0], match[1], int(match[2]), int(match[3])) for match in matches]
 
 
@@ -188,7 +191,11 @@ class DistributedState:
     """
 
     def __init__(
-        self, loader: Stateful, process_group: Any = None, *, saved_by: int | None = None
+        self,
+        loader: Stateful,
+        process_group: ProcessGroupLike = None,
+        *,
+        saved_by: int | None = None,
     ) -> None:
         self._loader = loader
         self._rank, self._world_size = group_rank(process_group)

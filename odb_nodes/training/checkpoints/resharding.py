@@ -9,7 +9,7 @@ from typing import Any
 
 from odb_nodes._support.checks import check_count, check_type
 from odb_nodes._support.difference import difference
-from odb_nodes.core.alignment.rank_aligner import AlignerState
+from odb_nodes.core.alignment.aligned_round import AlignerState
 from odb_nodes.core.alignment.virtual_ranks import VirtualState
 from odb_nodes.core.contract import copy_state
 from odb_nodes.core.contract.state import (
@@ -24,14 +24,8 @@ from odb_nodes.core.contract.state import (
     unseal_whole,
 )
 from odb_nodes.core.loader.loader import LoaderState
-from odb_nodes.core.loader.reshard_nodes import (
-    Node,
-    Ranks,
-    check_same,
-    config_of,
-    node_of,
-    reshard_graph,
-)
+from odb_nodes.core.loader.reshard_nodes import reshard_graph
+from odb_nodes.core.loader.reshard_states import NodeStates, Ranks, check_same, config_of, node_of
 from odb_nodes.core.nodes.group_collator import CollatorState
 from odb_nodes.errors import StateError
 from odb_nodes.training.monitor.monitor import Monitor
@@ -91,7 +85,8 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
 
 def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") -> list[Any]:
     """Return the states for `world_size` ranks. `states`: of the old ranks, in their order."""
-    first, holder = states[0], node_of(states[0])
+    first = states[0]
+    holder = node_of(states[0])
     if all(map(_is_whole, states)):
         if holder in _RESHARD_BY_NAME and all(node_of(state) == holder for state in states):
             return _RESHARD_BY_NAME[holder](states, world_size)
@@ -104,7 +99,7 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
             key: reshard_parts([state[key] for state in states], world_size, f"{place}[{key!r}]")
             for key in first
         }
-        return Ranks(len(states), world_size).of_each(parts)
+        return Ranks(len(states), world_size).per_rank(parts)
     for rank, state in enumerate(states):
         if difference(first, state):
             raise StateError(
@@ -143,10 +138,10 @@ def _rank_of_loader(loader: LoaderState) -> tuple[int, int]:
     name, config = node_of(node), config_of(node)
     rank, world_size = config.get("rank"), config.get("world_size")
     if name == _VIRTUAL:
-        hosted = unseal(node, name, VirtualState, config).sources
-        if not hosted or not all(number.isdecimal() for number in hosted):
+        virtual_ranks = unseal(node, name, VirtualState, config).sources
+        if not virtual_ranks or not all(number.isdecimal() for number in virtual_ranks):
             raise StateError(f"`{name}.sources` must have the numbers of ranks, but is damaged.")
-        rank = min(map(int, hosted)) // len(hosted)
+        rank = min(map(int, virtual_ranks)) // len(virtual_ranks)
     elif name != "RankAligner":
         raise StateError(
             "the states cannot be resharded: below the `Loader` must be a `RankAligner`, alone or "
@@ -212,7 +207,7 @@ def _reshard_loaders(states: Sequence[object], world_size: int) -> list[dict[str
     is_over = first.ended or first.left
     is_virtual = node_of(roots[0]) == _VIRTUAL
     if is_virtual:
-        new = _rehost(Node.opened(roots, VirtualState, ranks), is_over)
+        new = _move_virtual_ranks(NodeStates.opened(roots, VirtualState, ranks), is_over)
     else:
         new = reshard_graph(roots, ranks, is_over=is_over)
     if not is_over:  # Ranks that have ended an epoch may have had different numbers of steps.
@@ -224,19 +219,19 @@ def _reshard_loaders(states: Sequence[object], world_size: int) -> list[dict[str
     return [seal_whole("Loader", replace(first, root=root, num_yielded=yielded)) for root in new]
 
 
-def _rehost(node: Node[VirtualState], is_over: bool) -> list[SourceState]:
+def _move_virtual_ranks(node: NodeStates[VirtualState], is_over: bool) -> list[SourceState]:
     """Return states of `VirtualRanks` of the same virtual ranks on more or fewer processes."""
     graphs = [graph for state in node.states for graph in state.sources.items()]
-    hosted, odd = divmod(len(graphs), node.ranks.after)
+    ranks_per_process, odd = divmod(len(graphs), node.ranks.after)
     if odd:
         raise StateError(
             f"the states have {len(graphs)} virtual ranks: the number of ranks must divide it, but "
             f"{node.ranks.after} does not."
         )
     if not is_over:
-        collators = Node.opened([graph for _, graph in graphs], CollatorState, node.ranks)
+        collators = NodeStates.opened([graph for _, graph in graphs], CollatorState, node.ranks)
         collators.check_same("epoch", "step")
-        aligners = Node.opened(collators.sources, AlignerState, node.ranks)
+        aligners = NodeStates.opened(collators.sources, AlignerState, node.ranks)
         aligners.check_same("epoch", "step", "emitted")
     common = {
         **node.sealed[0],
@@ -246,8 +241,8 @@ def _rehost(node: Node[VirtualState], is_over: bool) -> list[SourceState]:
         "step_digest": 0,
     }
     return [
-        {**common, "sources": dict(graphs[first : first + hosted])}
-        for first in range(0, len(graphs), hosted)
+        {**common, "sources": dict(graphs[first : first + ranks_per_process])}
+        for first in range(0, len(graphs), ranks_per_process)
     ]
 
 

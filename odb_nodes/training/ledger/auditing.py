@@ -174,7 +174,8 @@ class _EpochCheck:
 
         previous: the recorded epoch before this one.
         """
-        epoch, problems = self.epoch, list[str]()
+        epoch = self.epoch
+        problems = list[str]()
         if previous is not None and epoch > previous + 1:
             problems.append(f"epoch {previous + 1} has no record, but epoch {epoch} has.")
         first = self.segments[0].first

@@ -167,22 +167,23 @@ class RecordedRun:
         for number, name in names.items():
             indices[number] = numbers.setdefault(name._replace(is_per_rank=False), len(numbers))
         steps: Steps = file.steps[file.steps["attempt"] == index]
-        hosted = header.virtual_ranks
-        steps["step"], turns = np.divmod(steps["step"], hosted)
-        steps["rank"] = file.rank * hosted + turns
+        ranks_per_process = header.virtual_ranks
+        steps["step"], turns = np.divmod(steps["step"], ranks_per_process)
+        steps["rank"] = file.rank * ranks_per_process + turns
         steps["attempt"] = len(self.attempts) + turns
-        if hosted > 1:  # only the last virtual rank of a step records the end of the epoch
+        # Only the last virtual rank of a step records the end of the epoch.
+        if ranks_per_process > 1:
             positions = position(steps["epoch"], steps["step"])
             is_last = np.isin(positions, positions[steps["flags"] & ENDS_EPOCH > 0])
             steps["flags"] |= (ENDS_EPOCH * is_last).astype(np.uint8)
         lost = range(header.step, header.step + header.lost)
-        for turn in range(hosted):
+        for turn in range(ranks_per_process):
             attempt = Attempt(
-                rank=file.rank * hosted + turn,
-                world_size=header.world_size * hosted,
-                start=int(position(header.epoch, -(-(header.step - turn) // hosted))),
+                rank=file.rank * ranks_per_process + turn,
+                world_size=header.world_size * ranks_per_process,
+                start=int(position(header.epoch, -(-(header.step - turn) // ranks_per_process))),
                 time_s=header.time_s,
-                lost=sum(number % hosted == turn for number in lost),
+                lost=sum(number % ranks_per_process == turn for number in lost),
                 path=file.path,
                 has_ended=file.has_ended and index == len(file.headers) - 1,
                 has_steps=bool((turns == turn).any()),
@@ -302,9 +303,12 @@ class RecordedRun:
         repeats = np.empty(size, np.uint32)
         names = np.empty(size, np.int32)
         for number in np.unique(steps["attempt"]).tolist():
-            attempt, indices = self.attempts[number], np.flatnonzero(steps["attempt"] == number)
-            firsts, counts = steps["first_row"][indices], steps["samples"][indices].astype(int)
-            start, stop = int(firsts.min()), int((firsts + counts).max())
+            attempt = self.attempts[number]
+            indices = np.flatnonzero(steps["attempt"] == number)
+            firsts = steps["first_row"][indices]
+            counts = steps["samples"][indices].astype(int)
+            start = int(firsts.min())
+            stop = int((firsts + counts).max())
             rows = np.fromfile(attempt.path, SAMPLE_ROW, stop - start, offset=start * ROW_BYTES)
             rows = rows[_indices_of(firsts - start, counts)]
             places = _indices_of(stops[indices] - counts, counts)

@@ -53,7 +53,8 @@ class RankFile:
                 f"`{name}` must be named as `rank-00000.ledger`, but is not. Rename it, or move it "
                 "out of the folder."
             )
-        self.path, self.rank = path, int(match[1])
+        self.path = path
+        self.rank = int(match[1])
         self.headers: list[Header] = []  # one for each attempt, in the order of the file
         self.names: list[dict[int, Name]] = []  # number -> name, for each attempt
         self.steps: Steps = np.empty(0, STEP_DTYPE)  # undamaged records
@@ -92,7 +93,8 @@ class RankFile:
         starts: first row of each record, then the row after the last record.
         ends: end row of each record.
         """
-        bounds, view = (starts * ROW_BYTES).tolist(), data.data
+        bounds = (starts * ROW_BYTES).tolist()
+        view = data.data
         crcs = [zlib.crc32(view[start : stop - 4]) for start, stop in pairwise(bounds)]
         kinds = ends["kind"]
         is_header = kinds == HEADER

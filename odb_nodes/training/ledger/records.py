@@ -27,7 +27,7 @@ from odb_nodes._support.checks import MAX_KEY
 from odb_nodes.core.step_info import StepInfo
 
 VERSION = 4
-MAGIC = b"\x89ODBLE%d\n" % VERSION
+MAGIC = b"\x89ODBLE%c\n" % (ord("0") + VERSION)  # 8 bytes for every version
 ROW_BYTES = 16
 MARK = 0xFF
 HEADER, NAME, STEP = 0xA0, 0x50, 0x04
@@ -54,7 +54,7 @@ class Header(NamedTuple):
 
     rank: int  # the process that wrote the attempt
     world_size: int  # number of processes
-    virtual_ranks: int  # hosted by the process; each has a record of every step
+    virtual_ranks: int  # of the process; each has a record of every step
     epoch: int
     step: int  # first step of the attempt
     time_s: float
@@ -105,12 +105,14 @@ class Encoder:
     def step(self, info: StepInfo) -> bytes:
         """Return the record of a step, after records of the names that it is the first to use."""
         name_records = list[bytes]()
-        samples, left_out = len(info.keys), info.left_out
+        samples = len(info.keys)
+        left_out = info.left_out
         if self._is_shared and not info.per_rank_sources <= self._per_rank:
             self._per_rank |= info.per_rank_sources
             self._trained.clear()
         rows = np.zeros(samples + len(left_out), SAMPLE_ROW)
-        numbers, sources = self._trained, dict.fromkeys(info.row_sources)
+        numbers = self._trained
+        sources = dict.fromkeys(info.row_sources)
         for source in sources:
             if source not in numbers:
                 numbers[source] = self._name(source, "", name_records)

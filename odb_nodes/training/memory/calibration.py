@@ -292,7 +292,8 @@ class BudgetSearch(Trials):
         self, brackets: Sequence[Bracket], *, must_predict: bool
     ) -> tuple[TokenBudget, int]:
         """Return the budget of the model, and its tokens without a margin."""
-        model, limit_bytes = self.model(), self._meter.limit_bytes
+        model = self.model()
+        limit_bytes = self._meter.limit_bytes
         try:
             budget = model.budget(limit_bytes, threshold=1.0)
             return budget, model.budget(limit_bytes, threshold=1.0, margin=0.0).tokens

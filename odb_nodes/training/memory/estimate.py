@@ -122,7 +122,9 @@ def _layer_bytes(
     is_rms: bool,
 ) -> tuple[int, int]:
     """Return the bytes that a layer saves per token, and the bytes of its input per token."""
-    hidden, heads, value_bytes = config["hidden"], config["heads"], compute_dtype.itemsize
+    hidden = config["hidden"]
+    heads = config["heads"]
+    value_bytes = compute_dtype.itemsize
     head_size = config["head_size"] or hidden // heads
     queries, keys = heads * head_size, (config["kv_heads"] or heads) * head_size
     is_gated = any("gate" in name and "proj" in name for name, _ in model.named_parameters())

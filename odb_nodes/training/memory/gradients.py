@@ -91,7 +91,8 @@ def give_gradients(model: nn.Module) -> None:
 
 def average_gradients(model: DistributedDataParallel) -> None:
     """Average the gradients over the ranks of a DDP model, as its backward does without hooks."""
-    group, ranks = model.process_group, dist.get_world_size(model.process_group)
+    group = model.process_group
+    ranks = dist.get_world_size(model.process_group)
     parameters = [
         weight
         for name, weight in model.module.named_parameters()

@@ -149,7 +149,9 @@ class OomGuard:
         return begun
 
     def take_metrics(
-        self, gather: Callable[[torch.Tensor], torch.Tensor] = torch.clone, device: Any = "cpu"
+        self,
+        gather: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+        device: torch.device | str = "cpu",
     ) -> dict[str, float]:
         """Return `odb/ooms`, `odb/parts` and `odb/peak_memory_share` since the last call.
 

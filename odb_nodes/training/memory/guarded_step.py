@@ -168,11 +168,13 @@ class GuardedStep:
 
     def _compute_step_together(self, model: nn.Module, compute_part: ComputePart) -> torch.Tensor:
         """Compute the step on all ranks together."""
-        limit, most = self._context.limit, max(info.most_cost for info in self.infos)
+        limit = self._context.limit
+        most = max(info.most_cost for info in self.infos)
         if limit is not None and most > limit:
             pieces = -(-most // limit)
             self.parts.cut(min(pieces, max(info.all_samples_this_step for info in self.infos)))
-        losses, count = [], len(self.parts)
+        losses = []
+        count = len(self.parts)
         for number, part in enumerate(self.parts):
             waits = isinstance(model, DistributedDataParallel) and number < count - 1
             with (
@@ -187,7 +189,8 @@ class GuardedStep:
 
     def compute_alone(self, number: int, model: nn.Module, compute_part: ComputePart) -> None:
         """Add the gradients of batch `number`, on this rank alone; split batches until it fits."""
-        context, batches = self._context, range(number, number + 1)
+        context = self._context
+        batches = range(number, number + 1)
         if number == 0:
             while context.fitting_cost is not None and self.parts.halve(context.fitting_cost + 1):
                 pass
@@ -309,7 +312,8 @@ class GuardedStep:
 
     def _make_room(self, failed: StepPart) -> None:
         """Split or skip what does not fit, or raise an error."""
-        context, sample = self._context, failed.samples[0]
+        context = self._context
+        sample = failed.samples[0]
         if len(failed.samples) > 1:
             context.note_oom(failed, "batches that cost as much are halved and recomputed")
             self.parts.halve(failed.cost)

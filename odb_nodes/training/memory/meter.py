@@ -114,7 +114,7 @@ def warn_of_fragments(meter: MemoryMeter) -> None:
         )
 
 
-def check_meter(meter: Any, name: str = "meter") -> MemoryMeter:
+def check_meter(meter: object, name: str = "meter") -> MemoryMeter:
     """Return the argument `name`, which must be a meter."""
     if isinstance(meter, type) or not isinstance(meter, MemoryMeter):
         raise TypeError(

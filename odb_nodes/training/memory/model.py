@@ -108,7 +108,8 @@ class MemoryModel:
                 f"a fit needs 2 points or more, but has {len(self._points)}: add peaks of steps of "
                 "different shapes. 8 are good: 2 to 4 widths, each with few and many rows."
             )
-        design, peaks = design_of(self._points), np.array([*self._points.values()], np.float64)
+        design = design_of(self._points)
+        peaks = np.array([*self._points.values()], np.float64)
         coefficients = non_negative_fit(design, peaks)
         errors = peaks / (design @ coefficients) - 1
         constant, token, square, patch = coefficients.tolist()
@@ -240,7 +241,8 @@ class MemoryModel:
         fields = ("tokens", "attention_tokens", "max_patches")
         lines = []
         for card_gib in cards:
-            values, rows = dict.fromkeys(fields, 0), 0
+            values = dict.fromkeys(fields, 0)
+            rows = 0
             with suppress(_NoRoomError):
                 budget = self.budget(int(card_gib * GIB), **options)
                 values = {name: getattr(budget, name) or 0 for name in fields}
@@ -313,7 +315,8 @@ def non_negative_fit(design: Floats, peaks: Floats) -> Floats:
     scale = design.max(axis=0)
     scale[scale == 0] = 1.0
     weighted = design / scale / peaks[:, None]
-    best, best_error = np.zeros(design.shape[1]), np.inf
+    best = np.zeros(design.shape[1])
+    best_error = np.inf
     numbers = range(design.shape[1])
     for subset in chain.from_iterable(combinations(numbers, size + 1) for size in numbers):
         columns = weighted[:, subset]
@@ -322,7 +325,8 @@ def non_negative_fit(design: Floats, peaks: Floats) -> Floats:
         # A later subset must fit better by more than rounding: if all widths are equal, tokens and
         # squared tokens fit alike, and tokens come first.
         if solution.min() >= 0 and error < best_error * 0.999 - 1e-15:
-            best, best_error = np.zeros_like(best), error
+            best = np.zeros_like(best)
+            best_error = error
             best[list(subset)] = solution / scale[list(subset)]
     return best
 

@@ -11,7 +11,7 @@ from odb_nodes.core.planning.group_costs import best_filler
 from odb_nodes.core.planning.rounds import cut_by_length
 from odb_nodes.core.sample import LeftOut, Sample
 from odb_nodes.core.sample_block import SampleBlock
-from odb_nodes.core.step_info import StepInfo, facts_of_rows
+from odb_nodes.core.step_info import StepInfo, fields_of_rows
 
 OUT_OF_MEMORY = "out of memory"
 """The reason in the `LeftOut` of a skipped sample."""
@@ -52,7 +52,8 @@ class StepParts:
 
     def of_batch(self, number: int) -> Iterator[StepPart]:
         """Yield the parts of a batch."""
-        parts, info = self._parts[number], self._kept(number)
+        parts = self._parts[number]
+        info = self._kept(number)
         is_whole = len(parts) == 1 and not self._skipped[number]
         for place, samples in enumerate(parts):
             part_info = info if is_whole else self._part_info(info, samples)
@@ -159,7 +160,7 @@ def _with_rows(info: StepInfo, samples: list[Sample]) -> StepInfo:
         local_samples=len(samples),
         local_targets=sum(sample.targets for sample in samples),
         local_tokens=sum(sample.tokens - sample.padding for sample in samples),
-        **facts_of_rows(samples),
+        **fields_of_rows(samples),
     )
 
 

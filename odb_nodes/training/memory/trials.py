@@ -102,7 +102,8 @@ class Trials:
         patches = rows * self._per_row
         if most_patches is not None:
             patches = min(patches, most_patches)
-        weights, has_gradients = self._state.weights, set[bool]()
+        weights = self._state.weights
+        has_gradients = set[bool]()
         without_gradient = [weight for weight in weights if weight.grad is None]
         hook = register_multi_grad_hook(weights, lambda _: has_gradients.add(True), mode="any")
         try:

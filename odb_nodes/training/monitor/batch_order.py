@@ -20,7 +20,9 @@ class BatchOrder:
 
     def note(self, info: StepInfo) -> None:
         """Check the next batch; warn once if batches before it were not counted."""
-        last, yielded, place = self.last_counted, self.last_yielded, (info.epoch, info.step)
+        last = self.last_counted
+        yielded = self.last_yielded
+        place = (info.epoch, info.step)
         problem = ""
         if yielded is not None and place > (yielded.epoch, yielded.step):
             problem = f", but its loader stands at step {yielded.step} of epoch {yielded.epoch}"

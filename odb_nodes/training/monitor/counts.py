@@ -78,14 +78,15 @@ class StepMeter:
         """
         now_s = time.perf_counter()
         rows = torch.tensor(self._rows, dtype=torch.int64).reshape(-1, COLUMNS)
-        steps, seconds = self._optimizer_steps, now_s - self._start_s
+        steps = self._optimizer_steps
+        seconds = now_s - self._start_s
         self._rows = array("q")
         self._optimizer_steps = 0
         self._start_s = now_s
         return rows, steps, seconds
 
     def take_metrics(
-        self, gather: Callable[[torch.Tensor], torch.Tensor], device: Any
+        self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str
     ) -> dict[str, float]:
         """Return the metrics since the last call, over all ranks. All ranks call it together.
 
@@ -101,7 +102,8 @@ class StepMeter:
 
 def micro_step_row(batch: Mapping[str, Any], info: StepInfo, wait_s: float) -> list[int]:
     """Return the counts of a micro-step, as `StepMeter.take` returns them."""
-    ids, padded_tokens = batch.get("input_ids"), info.local_padded_tokens
+    ids = batch.get("input_ids")
+    padded_tokens = info.local_padded_tokens
     if not padded_tokens and isinstance(ids, torch.Tensor):
         padded_tokens = ids.numel()
     wait_us = round(wait_s * _MICROSECONDS)
@@ -195,7 +197,8 @@ class Counts:
         """Return the sum of the counts of all ranks; without a `step_time`, times are left out."""
         rows = torch.tensor([counts.rows for counts in ranks], dtype=torch.int64)
         rows = rows.reshape(len(ranks), -1, COLUMNS)
-        whole, padded = cls(sums=sum_rows(rows)), rows[:, :, PADDED_TOKENS]
+        whole = cls(sums=sum_rows(rows))
+        padded = rows[:, :, PADDED_TOKENS]
         if rows.numel():
             squares = torch.tensor([counts.squares for counts in ranks], dtype=torch.int64)
             # Without a `step_time`, a typical model tells which rank is the slowest.
@@ -280,7 +283,8 @@ class PendingCounts:
 
     def add_batch(self, batch: Mapping[str, Any], info: StepInfo, wait_s: float, ooms: int) -> None:
         """Count a micro-step."""
-        counts, ids = self.counts, batch.get("input_ids")
+        counts = self.counts
+        ids = batch.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.ndim > 1:
             shape = f"{ids.shape[0]}x{ids.shape[1]}"
             counts.shapes[shape] = counts.shapes.get(shape, 0) + 1

@@ -94,7 +94,9 @@ def dots(
     return figure
 
 
-def histogram(title: str, axes: tuple[str, str], counts: Sequence[int], edges: Any) -> Figure:
+def histogram(
+    title: str, axes: tuple[str, str], counts: Sequence[int], edges: Iterable[int]
+) -> Figure:
     """Return a figure with a bar for each count, labelled by its two edges."""
     labels = [f"{low:,} to {high - 1:,}" for low, high in pairwise(edges)]
     figure = _figure(title, *axes)
@@ -168,7 +170,8 @@ def _thinned(points: Points) -> Points:
     """Return the lowest and the highest point of each part of a curve: thinning keeps peaks."""
     if len(points) <= _MOST_POINTS:
         return points
-    parts, kept = _MOST_POINTS // 2, list[tuple[float, float]]()
+    parts = _MOST_POINTS // 2
+    kept = list[tuple[float, float]]()
     for number in range(parts):
         part = points[number * len(points) // parts : (number + 1) * len(points) // parts]
         kept += sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from odb_nodes._support.checks import check_bool, check_count, check_seconds, check_type
 from odb_nodes._support.files import check_folder
@@ -17,7 +17,7 @@ from odb_nodes.core.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.core.contract import NodeState
 from odb_nodes.core.contract.state import seal_whole, unseal_whole
 from odb_nodes.core.loader.dataloader import ODBDataLoader
-from odb_nodes.core.loader.reshard_nodes import Ranks, check_same
+from odb_nodes.core.loader.reshard_states import Ranks, check_same
 from odb_nodes.core.planning import StepTime
 from odb_nodes.core.planning.step_time import TYPICAL
 from odb_nodes.core.step_info import STEP_INFO_KEY, StepInfo
@@ -46,6 +46,9 @@ from odb_nodes.training.monitor.records import (
 )
 from odb_nodes.training.monitor.watching import AnyLoader, LoaderStats, RunProgress, RunWarnings
 from odb_nodes.training.monitor.writers import RecordWriter, check_writers, make_writer
+
+if TYPE_CHECKING:
+    from odb_nodes.core.alignment.exchange.base import ProcessGroupLike
 
 logger = logging.getLogger("odb_nodes")
 
@@ -116,7 +119,7 @@ class Monitor:
         config: Mapping[str, Any] | None = None,
         losses_by_sample: bool = False,
         progress: bool = True,
-        process_group: Any = None,
+        process_group: ProcessGroupLike = None,
         timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
         check_seconds("timeout_s", timeout_s)

@@ -16,6 +16,7 @@ from typing import Any
 from odb_nodes._support.checks import check_named, check_type
 from odb_nodes._support.files import folder_with
 from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.loader.options import LoaderOptions
 
 FILE = "monitor.jsonl"
 VERSION = 2
@@ -99,7 +100,8 @@ def parse_run(folder: Path) -> tuple[RunRecords, list[int]]:
             continue
         record = _parsed(line)
         if record is None:
-            damaged, cut = damaged + cut, [number]
+            damaged = damaged + cut
+            cut = [number]
             continue
         kind = record["kind"]
         if kind != ATTEMPT:
@@ -167,7 +169,7 @@ def checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return checked
 
 
-def loader_settings(options: Any) -> dict[str, Any]:
+def loader_settings(options: LoaderOptions) -> dict[str, Any]:
     """Return the main options of a loader, and all that differ from their defaults, as JSON."""
     settings = {name: getattr(options, name) for name in _RECORDED_OPTIONS} | _differing(options)
     for name, value in settings.items():

@@ -104,7 +104,8 @@ class RunSummary:
 
     def settings(self) -> dict[str, str]:
         """Return the settings of the run by name; a changed setting, by attempt."""
-        attempts, settings = self.counted_attempts(), {}
+        attempts = self.counted_attempts()
+        settings = {}
         for group, label in _SETTINGS.items():
             groups = [(first, attempt.get(group, {})) for first, attempt in attempts]
             for name in dict.fromkeys(name for _, values in groups for name in values):

@@ -66,7 +66,8 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
     low, high = np.quantile(tokens / counts, _QUANTILES)
     has_spread = high >= _LEAST_SPREAD * low
     if not has_spread:
-        tokens, counts = tokens + _CONSTANT_TOKENS * counts, np.zeros_like(counts)
+        tokens = tokens + _CONSTANT_TOKENS * counts
+        counts = np.zeros_like(counts)
         origin += (
             ", whose tokens are too much alike to tell the time that every step takes: assumed to "
             f"be the time of {_CONSTANT_TOKENS:,.0f} tokens"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from odb_nodes.core.planning.step_time import TYPICAL
 from odb_nodes.core.sources import SourceMixer
 from odb_nodes.core.step_info import StepInfo
 from odb_nodes.training.monitor.counts import COLUMNS, WAIT_US, Counts
+
+if TYPE_CHECKING:
+    from odb_nodes.core.alignment.exchange.base import ProcessGroupLike
 
 AnyLoader = ODBDataLoader | Loader[Any]
 
@@ -51,7 +54,7 @@ class LoaderStats:
 
         `None` for a function of the user, which needs more than the counts of batches.
         """
-        step_time = self._aligners[0].measure.step_time if self._aligners else None
+        step_time = self._aligners[0].cost_estimator.step_time if self._aligners else None
         if step_time is None:
             return TYPICAL
         return step_time if isinstance(step_time, StepTime) else None
@@ -72,7 +75,7 @@ class LoaderStats:
 class RunProgress:
     """Shows the progress of a run: a bar of `watch` in a terminal, elsewhere lines in the log."""
 
-    def __init__(self, is_on: bool, process_group: Any) -> None:
+    def __init__(self, is_on: bool, process_group: ProcessGroupLike) -> None:
         self._is_on, self._process_group = is_on, process_group
         self._bar: Bar | None = None
         self._lines: SlowProgress | None = None

@@ -123,7 +123,8 @@ class WandbWriter:
     """
 
     def __init__(self, **options: Any) -> None:
-        self._wandb, self._options = import_extra("wandb", "tracking"), options
+        self._wandb = import_extra("wandb", "tracking")
+        self._options = options
         self._run: Any = None
 
     def begin(self, attempt: Record) -> None:
@@ -154,14 +155,16 @@ class MlflowWriter:
     """
 
     def __init__(self, **options: Any) -> None:
-        self._mlflow, self._options = import_extra("mlflow", "tracking"), options
+        self._mlflow = import_extra("mlflow", "tracking")
+        self._options = options
         self._run_id, self._has_started = "", False
 
     def begin(self, attempt: Record) -> None:
         """Begin or continue a run, and log its settings as parameters."""
         run = self._mlflow.active_run()
         if run is None:
-            run, self._has_started = self._mlflow.start_run(**self._options), True
+            run = self._mlflow.start_run(**self._options)
+            self._has_started = True
         self._run_id = run.info.run_id
         if not run.data.params:  # parameters cannot be changed
             params = {_mlflow_name(name): value for name, value in _settings(attempt).items()}

@@ -188,7 +188,8 @@ class GradNorm(TaskGradients):
                 "`TaskWeights` or `PCGrad` can only continue with the same class."
             ) from error
         super().load_state_dict(state_dict)
-        self._steps, self._first_losses = steps, dict(first)
+        self._steps = steps
+        self._first_losses = dict(first)
 
     def _ratio_weights(self, norms: Mapping[str, float]) -> dict[str, float]:
         pulls = {task: self.norms[task] for task in norms}
@@ -214,7 +215,8 @@ class GradNorm(TaskGradients):
 
     def _bounded(self, weights: dict[str, float], total: float) -> dict[str, float]:
         """Return weights of at least `least` that add up to `total`."""
-        total_before, least = sum(weights.values()), self._least
+        total_before = sum(weights.values())
+        least = self._least
         clipped = {
             task: max(weight * total / total_before, least) for task, weight in weights.items()
         }

@@ -42,7 +42,8 @@ class TaskGradients:
             check_type("process_group", process_group, dist.ProcessGroup, remedy)
         check_seconds("timeout_s", timeout_s)
         remedy = f"Create `{owner}` with the same weights and options on all ranks."
-        self._owner, self._meeting = owner, Meeting(owner, process_group, timeout_s, remedy=remedy)
+        self._owner = owner
+        self._meeting = Meeting(owner, process_group, timeout_s, remedy=remedy)
         self._begin_step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,7 +97,8 @@ class TaskGradients:
         """Add the gradients of a batch; its autograd graph stays usable."""
         self._check_next(info)
         if self._sums is None:
-            size, first = self._elements + 1, self._parameters[0]
+            size = self._elements + 1
+            first = self._parameters[0]
             dtype = torch.promote_types(first.dtype, torch.float32)  # precise sums of many terms
             self._sums = first.new_zeros((len(self.weights), size), dtype=dtype)
         self.weights.scale(info)  # checks that the targets of all tasks are counted

@@ -16,7 +16,7 @@ from odb_nodes._support.checks import check_type
 from odb_nodes.core.collate.check_packing import pretrained
 from odb_nodes.core.collate.packed_collate import PackedCollate
 from odb_nodes.core.collate.padding_collate import PaddingCollate
-from odb_nodes.core.collate.token_rows import TOKEN_KEYS, length_of, of_group, row_of
+from odb_nodes.core.collate.token_rows import TOKEN_KEYS, length_of, of_group, token_array
 from odb_nodes.core.planning.budget import Layout, TokenBudget
 from odb_nodes.core.sample import IGNORE_INDEX
 from odb_nodes.core.step_info import StepInfo
@@ -145,7 +145,7 @@ class DummyImage:
 def _token_rows(sample: Mapping[str, Any], token_keys: tuple[str, ...]) -> dict[str, Any]:
     """Return the values of a sample with an entry per token, as arrays."""
     keys = {*token_keys, TYPE_KEY} & sample.keys()
-    rows = {key: row_of(key, sample[key]) for key in keys}
+    rows = {key: token_array(key, sample[key]) for key in keys}
     return {key: row for key, row in rows.items() if len(row) == len(rows["input_ids"])}
 
 
@@ -310,7 +310,7 @@ class VisionLanguageCollate(StepImages):
             stop = start + length_of(sample)
             if pair is not None:
                 keys = {"input_ids", TYPE_KEY} & sample.keys()
-                rows = {key: row_of(key, sample[key]) for key in keys}
+                rows = {key: token_array(key, sample[key]) for key in keys}
                 try:
                     places[:, start:stop] = self.model.positions(rows, pair[1])
                 except SampleError as error:
@@ -403,7 +403,7 @@ def _patches_per_token(sample: Mapping[str, Any], patches: int, expected: int | 
     """Return the number of patches per image token, checked; `None` if it is unknown."""
     if TYPE_KEY not in sample:
         return expected  # Only the model knows the image tokens.
-    tokens = int(np.count_nonzero(row_of(TYPE_KEY, sample[TYPE_KEY]) == 1))
+    tokens = int(np.count_nonzero(token_array(TYPE_KEY, sample[TYPE_KEY]) == 1))
     if expected is None and tokens and patches % tokens == 0:
         expected = patches // tokens
     if expected is None or tokens * expected != patches:

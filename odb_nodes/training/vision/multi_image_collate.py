@@ -150,7 +150,8 @@ class MultiImageCollate(StepImages):
         return images
 
     def _images_of(self, sample: Mapping[str, Any]) -> list[Array]:
-        dimensions, images = self._dimensions(), []
+        dimensions = self._dimensions()
+        images = []
         allowed = (2, 3) if dimensions is None else (dimensions,)
         values = sample.get("pixel_values")
         for value in () if values is None else values:

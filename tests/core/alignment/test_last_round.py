@@ -172,7 +172,9 @@ def test_a_sample_that_is_another_one_on_another_rank_is_warned_of():
 
         list(loader_of(exchange, process=process))
 
-    with pytest.warns(UserWarning, match="has other content here. Either processing is not determ"):
+    with pytest.warns(
+        UserWarning, match="has other content here. Either processing .`process_fn`. is"
+    ):
         on_ranks(2, run)
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import time
 import warnings
 from functools import cache
 
@@ -21,6 +22,7 @@ from odb_nodes import (
     Observation,
     ODBDataLoader,
     PackedCollate,
+    PaddingCollate,
     SampleError,
     ShardedSampler,
     SourceItem,
@@ -419,3 +421,38 @@ def test_it_warns_once_where_only_the_trainer_can_make_batches():
         with pytest.warns(UserWarning, match="there is no device") as caught:
             assert numbers(ids(loader)) == [*range(SIZE)]
     assert len(caught) == 1
+
+
+class MaskedCollate(PaddingCollate):
+    """Draws a mask from its own generator, which batches made ahead use too."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def __call__(self, samples):
+        batch = super().__call__(samples)
+        time.sleep(0.002)  # Another thread may collate meanwhile.
+        mask = torch.rand(batch["input_ids"].shape, generator=self.generator) < 0.5
+        return {**batch, "mask": mask}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [LENGTHS, False], ids=["lengths", "no lengths"])
+@pytest.mark.parametrize("method", ["process", "thread"])
+def test_a_batch_made_again_while_workers_run_ahead_equals_the_batch(method, lengths):
+    """As a guard makes it, on the trainer's thread, for a step that did not fit into memory."""
+    start_method = "fork" if method == "process" else None
+    workers = WorkerOptions(num_workers=2, method=method, start_method=start_method)
+    options = {"process_fn": add_noise, "collate_fn": MaskedCollate(), "workers": workers}
+    with loader_of(lengths=lengths, **options) as loader:
+        collator = loader._graphs[0].collator
+        collator.keep_samples()
+        for batch in loader:
+            info = pop_step_info(batch)
+            samples = collator.take_samples(info)
+            assert [data_of(sample)["noise"] for sample in samples] == batch["noise"].tolist()
+            again = collator.collate(samples, info)
+            pop_step_info(again)
+            assert again.keys() == batch.keys()
+            assert all(torch.equal(again[name], batch[name]) for name in batch)

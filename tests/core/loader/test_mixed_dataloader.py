@@ -161,6 +161,7 @@ FAULTS = {  # the second of two datasets, its function, other options
     "labels": (lambda _: ["yyy"], cut_labels, {}, "sample 0 of source 'b'.*`labels` must have the"),
     "keys": (lambda _: ["yyy"], no_labels, {}, r"\(source 'b', key 0\), `id` 'yyy': .* also has"),
     "no length": (lambda _: Scans(), None, {}, "source 'b'.*a sample has no length"),
+    "array": (lambda _: [[{"text": "a"}]], None, {}, "'b'.*JSON array, write one object per line"),
     "sample": (lambda _: Scans(), broken_scan, {}, "sample 7 of source 'b'.*OSError: not there"),
     "by tokens": (lambda _: Scans(), broken_scan, BY_TOKENS, "'b': .*sample 7 of epoch.*not there"),
     "line": (JsonlSource, broken_chat, {}, r"of source 'b', line 12 of .*chats.jsonl.*'role'"),

@@ -70,6 +70,12 @@ def test_the_nodes_have_the_defaults_of_the_options(node):
 
 INVALID = [
     ("token_budget", 0, ValueError, "must be in 1.."),
+    (
+        "token_budget",
+        "auto",
+        TypeError,
+        'must be .*, but is "auto".*`odb_nodes.memory.find_budget`',
+    ),
     ("window", 0, ValueError, "must be in 1.."),
     ("window", "Auto", ValueError, 'must be "auto" or a number'),
     ("collate_in", "threads", ValueError, r'must be one of \("auto", "workers", "main"\)'),
@@ -80,6 +86,7 @@ INVALID = [
     ("seed", 1.5, TypeError, "must be an integer"),
     ("collate_fn", 3, TypeError, "must be a function or None"),
     ("process_fn", "x", TypeError, "must be a function or None, but is 'x'"),
+    ("process_fn", {"a": len}, TypeError, "must be .* for a single dataset, but is a dict"),
     ("observe", 3, TypeError, "must be a function or None"),
     ("lengths", "n_tokens", ValueError, "must name a column or a file"),
     ("prefetch", -1, ValueError, "must be in 0.."),

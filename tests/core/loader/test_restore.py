@@ -219,7 +219,7 @@ def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds
 def test_a_change_that_is_meant_is_warned_of_once():
     next(iter(loader := over(data := data_of(1))))
     changed = [[n + 1 for n in tokens] for tokens in data]
-    with pytest.warns(UserWarning, match="has other content now") as caught:
+    with pytest.warns(UserWarning, match="has other content now.*`process_fn`") as caught:
         rest = [
             pop_step_info(batch).keys for batch in over(changed, loader.state_dict(), strict=False)
         ]
@@ -299,8 +299,8 @@ def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
-def told(key):
-    """A source that tells this key of each item."""
+def shelf_with_key(key):
+    """A source whose items all have this key."""
     node = Shelf()
     node.item_key = lambda: key(node) if callable(key) else key
     return node
@@ -311,15 +311,15 @@ KEYS = [(-5, 1), (5, 0), (2**63, 1), (5, 1, -1), ("5", 1)]
 
 @pytest.mark.parametrize("key", [*(ItemKey("", *key) for key in KEYS), ItemKey(None, 5, 1), 5])
 def test_an_invalid_key_is_an_error_that_names_its_node(key):
-    for node in (told(key), ParallelProcessor(told(key), int)):
+    for node in (shelf_with_key(key), ParallelProcessor(shelf_with_key(key), int)):
         with pytest.raises(SampleError, match=r"`item_key\(\)` of `Shelf` must return an"):
             next(LengthObserver(node, lambda n: 30))
 
 
 def test_a_key_may_be_a_numpy_integer_but_not_none_for_a_readable_source():
-    node = told(lambda node: ItemKey("", np.int64(node.position * 3), 1))
+    node = shelf_with_key(lambda node: ItemKey("", np.int64(node.position * 3), 1))
     assert type(next(LengthObserver(node, lambda n: 30)).key) is int
-    node = WindowBucketer(LengthObserver(told(None), lambda n: 30), 64, 8)
+    node = WindowBucketer(LengthObserver(shelf_with_key(None), lambda n: 30), 64, 8)
     next(node)
     with pytest.raises(SampleError, match=r"`item_key\(\)` returned None"):
         node.get_state()
@@ -456,10 +456,9 @@ KILLED = """
 from pathlib import Path
 import time
 from odb_nodes import WorkerOptions, load_state, save_state
-folder, pause_s = Path(sys.argv[1]), float(sys.argv[2])
-loader = r.make_dataloader(
-    400, window=64, workers=WorkerOptions(num_workers=1, start_method="fork", chunk_size=2)
-)
+folder, pause_s, lengths = Path(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3])
+workers = WorkerOptions(num_workers=1, start_method="fork", chunk_size=2)
+loader = r.make_dataloader(400, window=64, workers=workers, lengths=lengths)
 saved = [{int(one.stem) for one in folder.glob(f"{rank}/*.pt")} for rank in range(world_size)]
 done = max(set.intersection(*saved), default=0)
 lines = folder / f"{rank}.jsonl"
@@ -481,9 +480,13 @@ dist.barrier()
 """
 
 
+WRONG_LENGTHS = [3 + 7 * n % 29 + n % 3 - 1 for n in range(400)]  # of two samples of three
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_killed_ranks_resume_with_the_same_batches(tmp_path, world_size=2):
+@pytest.mark.parametrize("lengths", [None, WRONG_LENGTHS], ids=["lengths=None", "lengths=wrong"])
+def test_killed_ranks_resume_with_the_same_batches(tmp_path, lengths, world_size=2):
     def lines(folder):
         paths = [folder / f"{rank}.jsonl" for rank in range(world_size)]
         return [path.read_text().splitlines() if path.exists() else [] for path in paths]
@@ -492,7 +495,7 @@ def test_killed_ranks_resume_with_the_same_batches(tmp_path, world_size=2):
         folder.mkdir(exist_ok=True)
         jobs = tmp_path / f"jobs{time.monotonic_ns()}"
         jobs.mkdir()
-        return RankJob(jobs, KILLED, world_size, str(folder), str(pause_s))
+        return RankJob(jobs, KILLED, world_size, str(folder), str(pause_s), json.dumps(lengths))
 
     with start(tmp_path / "whole", 0.0) as job:
         job.finish(120)

@@ -42,14 +42,14 @@ def test_all_numbers_of_processes_take_the_steps_of_plain_ranks(kind, tmp_path):
     jobs = [Job(JobSpec(kind, 4, tmp_path))]
     jobs += [Job(JobSpec(f"virtual {kind}", processes, tmp_path)) for processes in (4, 2, 1)]
     for _ in range(2):
-        expected, *hosted_steps = [by_virtual_rank(run.epoch()) for run in jobs]
+        expected, *steps_of_virtual_ranks = [by_virtual_rank(run.epoch()) for run in jobs]
         assert {rank for *_, rank in expected} == {0, 1, 2, 3}
-        assert hosted_steps == [expected] * 3
+        assert steps_of_virtual_ranks == [expected] * 3
     for run in jobs:
         run.end()
 
 
-def test_counts_are_those_of_all_hosted_ranks_and_the_last_batch_ends_the_epoch():
+def test_counts_are_those_of_all_virtual_ranks_and_the_last_batch_ends_the_epoch():
     loader = make(None, virtual_ranks=3)
     infos = [pop_step_info(batch) for batch in loader]
     assert (loader.num_samples, loader.accumulate) == (230, 3)
@@ -203,7 +203,7 @@ def unchanged(value):
     return value
 
 
-def hosted(data=unchanged, cost=unchanged, collate=unchanged):
+def virtual_loader(data=unchanged, cost=unchanged, collate=unchanged):
     """A loader of three virtual ranks, whose costs are the tokens of a group."""
     team, ranks = VirtualTeam(3, None, TIMEOUT_S), []
     for exchange in team.ranks():
@@ -243,9 +243,9 @@ def keys_of(loader):
     ],
 )
 def test_an_error_within_a_step_is_raised_once_and_loses_nothing(place, call, error):
-    expected, _ = keys_of(hosted())
+    expected, _ = keys_of(virtual_loader())
     threads, start = {*threading.enumerate()}, time.monotonic()
-    loader = hosted(**{place: Breaks(error, call)})
+    loader = virtual_loader(**{place: Breaks(error, call)})
     keys, raised = keys_of(loader)
     assert time.monotonic() - start < TIMEOUT_S
     assert isinstance(error, Exception) or raised is error
@@ -253,7 +253,7 @@ def test_an_error_within_a_step_is_raised_once_and_loses_nothing(place, call, er
     if place == "cost" and isinstance(error, StopIteration):
         assert "`step_time` raised StopIteration" in str(raised)
     state = loader.state_dict()
-    again = hosted()
+    again = virtual_loader()
     again.load_state_dict(state)
     for resumed in (loader, again):
         rest, later = keys_of(resumed)
@@ -265,13 +265,13 @@ def test_an_error_within_a_step_is_raised_once_and_loses_nothing(place, call, er
 def test_virtual_ranks_whose_states_are_at_different_steps_are_named():
     states = []
     for batches in (3, 6):
-        it = iter(loader := hosted())
+        it = iter(loader := virtual_loader())
         for _ in range(batches):
             next(it)
         states.append(loader.root.state_dict())
     states[0]["sources"]["1"] = states[1]["sources"]["1"]
     del states[0]["digest"]  # It would differ, too.
-    node = hosted().root
+    node = virtual_loader().root
     node.reset(states[0])
     with pytest.raises(StateError, match="virtual ranks .*differ in .*step"):
         next(node)

@@ -95,8 +95,8 @@ def quiet(node):
         return ids(node)
 
 
-def lies(*changes):
-    """Lengths that are told, and where the samples differ: (number, tokens) each."""
+def with_lengths(*changes):
+    """Processing whose samples differ from the known lengths: (number, tokens) of each."""
     return Process(others=changes)
 
 
@@ -147,7 +147,10 @@ def left_out_of(node):
 
 def test_a_skipped_sample_is_counted_and_its_group_goes_on_without_it():
     node = planned(Process(skips=[7]))
-    with pytest.warns(UserWarning, match=r"sample 7 \(key 7\) is skipped .*no file for 7"):
+    shown = (
+        r"sample 7 \(key 7\) is skipped .*no file for 7.*`skipped_samples` of .* `PlannedGroups`"
+    )
+    with pytest.warns(UserWarning, match=shown):
         groups = ids(node)
     assert numbers(groups) == [number for number in range(SIZE) if number != 7]
     plain = epoch_of(nodes_of())
@@ -211,7 +214,7 @@ def test_an_oversize_sample_may_be_dropped(has_items):
     node = planned(
         Process(lengths), TokenBudget(100, oversize="drop"), lengths if has_items else LENGTHS
     )
-    with pytest.warns(UserWarning, match="It is dropped"):
+    with pytest.warns(UserWarning, match="It is dropped.*`oversize_samples` of .*`WindowBucketer`"):
         groups = ids(node)
     assert numbers(groups) == [number for number in range(SIZE) if number != 7]
     assert (node.oversize_samples, node.dropped_samples) == (1, 1)
@@ -374,13 +377,13 @@ def test_a_function_that_takes_the_step_is_called_where_the_step_is_known():
     assert [batch["step"] for _, batch in batches] == [step for step, _ in batches]
 
 
-# --- lengths that differ from what was told -------------------------------------------------------
+# --- lengths that differ from the known lengths ---------------------------------------------------
 
 
 def test_a_sample_that_does_not_fit_comes_at_the_end_of_the_epoch():
     plain = epoch_of(nodes_of())
     for longer in next(group for group in plain if len(group) > 2):
-        node = planned(lies((longer, 90)))
+        node = planned(with_lengths((longer, 90)))
         groups = ids(node)
         without = [[number for number in group if number != longer] for group in plain]
         assert groups == [*without, [longer]]
@@ -464,7 +467,7 @@ def test_planned_groups_resume_exactly_for_any_lengths(
 
 
 def many(wrong, size=1200, world_size=1, rank=0):
-    """A node of many samples, the first of each `wrong` of which are far longer than was told."""
+    """A node of many samples; `wrong` of each 100 are far longer than their known lengths."""
     lengths = np.random.default_rng(0).integers(1, 40, size).tolist()
     process = Process([90 if n % 100 < wrong else length for n, length in enumerate(lengths)])
     return planned(process, 400, lengths, rank=rank, world_size=world_size)
@@ -502,7 +505,7 @@ def test_processing_that_is_longer_each_time_is_an_error_that_names_it():
 
 def test_a_state_says_how_many_groups_are_out_and_what_comes_later():
     group = max(epoch_of(nodes_of()), key=len)
-    node = planned(lies((group[-1], 90)))
+    node = planned(with_lengths((group[-1], 90)))
     sizes = []
     for taken, _ in enumerate(node, 1):
         state = node.state_dict()
@@ -516,7 +519,7 @@ def test_a_state_says_how_many_groups_are_out_and_what_comes_later():
 def test_a_state_after_the_last_group_is_at_the_end_also_of_a_rank_without_a_last_step(rank):
     """The last window has a sample for one of the ranks."""
     known_lengths, options = [10] * 9, {"rank": rank, "world_size": 2, "window": 4}
-    process = lies(*((number, 60) for number in range(9)))
+    process = with_lengths(*((number, 60) for number in range(9)))
     node, ends = planned(process, lengths=known_lengths, **options), []
     for _ in node:
         ends.append(node.state_dict()["is_at_end"])
@@ -577,7 +580,7 @@ def lowered(node, taken, tokens):
 def test_a_lower_budget_regroups_what_a_rank_has_left(rank, taken, workers):
     options = {"rank": rank, "world_size": 2, "workers": workers}
     own = numbers(epoch_of(nodes_of(**options)))
-    before, node = lowered(planned(lies((5, 70), (6, 50)), **options), taken, 60)
+    before, node = lowered(planned(with_lengths((5, 70), (6, 50)), **options), taken, 60)
     rest = [*node]
     assert numbers(before + ids(rest)) == own
     for group in rest:
@@ -590,7 +593,7 @@ def test_a_lower_budget_regroups_what_a_rank_has_left(rank, taken, workers):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lower_budget_is_resumed_exactly(rank):
     def make():
-        return planned(lies((5, 70), (6, 50)), rank=rank, world_size=2)
+        return planned(with_lengths((5, 70), (6, 50)), rank=rank, world_size=2)
 
     _, node = lowered(make(), 3, 60)
     states, groups = [node.state_dict()], []
@@ -605,7 +608,10 @@ def test_a_lower_budget_is_resumed_exactly(rank):
 
 @pytest.mark.parametrize("workers", [THREADS])
 def test_a_budget_that_is_lowered_twice_at_the_end_of_an_epoch_loses_nothing(workers):
-    node, groups = planned(lies(*((number, 40) for number in range(12))), workers=workers), []
+    node, groups = (
+        planned(with_lengths(*((number, 40) for number in range(12))), workers=workers),
+        [],
+    )
     while not node.state_dict()["later"] or node.state_dict()["taken"] < len(epoch_of(nodes_of())):
         groups.append(next(node))
     for tokens in (90, 60):
@@ -620,9 +626,12 @@ def test_a_budget_that_is_lowered_twice_at_the_end_of_an_epoch_loses_nothing(wor
 
 @pytest.mark.parametrize(("more", "workers"), [(1, THREADS), (3, None)])
 def test_samples_that_are_put_back_come_again_also_among_the_last(more, workers):
-    node, groups = planned(lies(*((number, 60) for number in range(8))), workers=workers), []
+    node, groups = (
+        planned(with_lengths(*((number, 60) for number in range(8))), workers=workers),
+        [],
+    )
     steps = len(epoch_of(nodes_of()))
-    while len(groups) < steps + more:  # The last are those that were longer than was told.
+    while len(groups) < steps + more:  # The last are longer than their known lengths.
         groups.append(next(node))
     for _ in range(2):
         node.put_back(groups.pop())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pools import budgets, facts_of
 
 from odb_nodes import TokenBudget
-from odb_nodes.core.planning import MAX_AGE_WINDOWS
+from odb_nodes.core.planning import MAX_AGE_WINDOWS, StepTime
 from odb_nodes.core.planning.auto_window import LEAST_WINDOW
 from odb_nodes.core.planning.budget import Limits
 from odb_nodes.core.planning.facts import NO_FACTS
@@ -33,12 +33,14 @@ samples = st.builds(random_samples, st.integers(1, 40), st.integers(0, 2**16))
 
 
 class Stream:
-    """The groups of samples that come one after the other."""
+    """The groups of samples that come one after the other, formed for `step_time` if given."""
 
-    def __init__(self, samples, budget, window, *options, **more):
-        self.samples = samples
+    def __init__(self, samples, budget, window, *options, step_time=None, **more):
+        self.samples, self.step_time = samples, step_time
         self.make = lambda: GroupPlanner(budget, window, *options, **more)
         self.planner = self.make()
+        if step_time is not None:
+            self.planner.follow_ranks(step_time)
 
     def fill(self):
         planner, pool = self.planner, self.planner.pool
@@ -75,8 +77,8 @@ class Stream:
         """Go on with another planner, from the state of this one."""
         state = self.state()
         planner = self.planner = self.make()
-        if follows_ranks:
-            planner.follow_ranks()
+        if follows_ranks or self.step_time is not None:
+            planner.follow_ranks(self.step_time)
         restore(planner, **state | {"waiting": self.facts(np.array(state["waiting"], np.int64))})
         assert self.state() == state
 
@@ -130,14 +132,16 @@ def lower_and_cap(planner, number):
     st.sampled_from([0.0, 0.5]),
     st.sampled_from([None, lower_and_cap]),
     st.sampled_from(["full", "early", "auto"]),
+    st.sampled_from([None, StepTime(squares=0.05)]),
 )
 @few
 def test_a_planner_that_restarts_before_every_group_forms_the_same_groups(
-    samples, budget, window, largest_first, diversity, events, window_start
+    samples, budget, window, largest_first, diversity, events, window_start, step_time
 ):
     diversity = 0.0 if budget.layout == "packed" else diversity
     options = samples, budget, window, largest_first, diversity
     more = {"window_start": window_start, "epoch_samples": lambda: len(samples)}
+    more["step_time"] = step_time
     whole, restarted = (
         epoch_of(Stream(*options, **more), events, again) for again in (False, True)
     )

@@ -33,7 +33,7 @@ world_sizes = st.integers(1, 9)
 options = {
     "window": st.none() | st.integers(1, 40),
     "largest_first": st.sampled_from([0, 0, 1, 3, 100]),
-    "key": st.integers(0, 2**63),
+    "seed": st.integers(0, 2**63),
 }
 
 
@@ -108,9 +108,11 @@ def test_numbers_from_gives_the_rest_of_an_epoch(tokens, budget, world_size, opt
 
 @given(samples, budgets, world_sizes, st.integers(0, 2**63))
 @few
-def test_a_key_shuffles_steps_and_changes_what_is_in_groups_no_more(tokens, budget, ranks, key):
+def test_a_seed_shuffles_steps_and_changes_what_is_in_groups_no_more(tokens, budget, ranks, seed):
     """Over ranks, groups of like costs may share other steps."""
-    steps, others = (planned(tokens, budget, ranks, key=step_key) for step_key in (key, key + 1))
+    steps, others = (
+        planned(tokens, budget, ranks, seed=step_seed) for step_seed in (seed, seed + 1)
+    )
     assert sorted(sum(steps, [])) == sorted(sum(others, []))
     if ranks == 1:
         assert sorted(map(str, steps)) == sorted(map(str, others))
@@ -231,7 +233,7 @@ def some_lengths(count, cv=1.0, seed=0):
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_groups_of_a_step_cost_the_same_but_those_that_are_levelled(layout, world_size):
     tokens, budget = some_lengths(4_000), TokenBudget(16_384, layout=layout)
-    costs = costs_of(planned(tokens, budget, world_size, key=3), tokens, budget)
+    costs = costs_of(planned(tokens, budget, world_size, seed=3), tokens, budget)
     apart, part = costs.max(axis=1) - costs.min(axis=1), budget.tokens // 256
     # Where a level ends, a step holds its last groups and the first of the next.
     lowest_levels = {int(level) for level in costs.min(axis=1) // part}

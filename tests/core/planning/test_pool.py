@@ -374,7 +374,22 @@ def test_the_longest_samples_of_all_ranks_are_in_the_first_round(layout):
     assert all(longest >= pooled for longest, pooled in pairs)  # a longer one may have come
 
 
-# Golden: another grouping of the same data would break every saved state.
+PACKED_GROUPS = [[0, 1, 2, 3, 4, 18], [5, 6, 17, 29], [7, 8, 27, 33]]
+DIVERSE_GROUPS = [[3, 10, 17, 21], [2, 6, 13, 20, 24], [5, 9, 12, 16, 23, 27, 30]]
+
+
+@pytest.mark.parametrize(
+    ("budget", "diversity", "expected"),
+    [
+        (TokenBudget(128, layout="packed"), 0, PACKED_GROUPS),
+        (TokenBudget(256), 0.5, DIVERSE_GROUPS),
+    ],
+)
+def test_the_groups_have_not_changed(budget, diversity, expected):
+    """Golden: other groups of the same data would break every saved state."""
+    lengths, tasks = [3 + 17 * n % 61 for n in range(90)], [n * n % 3 for n in range(90)]
+    groups, _ = run(lengths, budget, 24, tasks=tasks, diversity=diversity)
+    assert groups[:3] == expected
 
 
 # --- groups for the times of caps -----------------------------------------------------------------

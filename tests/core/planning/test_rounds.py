@@ -22,10 +22,10 @@ from odb_nodes.core.planning.rounds import (
     cut_by_length,
     next_settings,
     report_of,
-    row_of,
     shuffled,
     spread_steps,
     step_totals,
+    table_row,
 )
 
 few = settings(max_examples=max(20, settings.default.max_examples // 5))
@@ -78,7 +78,7 @@ def ladder_and_report(groups, most, **options):
     return ladder, report_of(ladder, most, remaining=-1, tasks=TASKS, **options)
 
 
-def round_of(lengths, most=None, *, uneven="fill", key=0):
+def round_of(lengths, most=None, *, uneven="fill", seed=0):
     """One round: groups before splits, reports, the plan, and groups after splits."""
     most = most or max(1, *map(len, lengths))
     groups, ladders, reports = [], [], []
@@ -90,7 +90,7 @@ def round_of(lengths, most=None, *, uneven="fill", key=0):
         ladder, report = ladder_and_report(formed[:most], most, has_ended=len(formed) <= most)
         ladders.append(ladder)
         reports.append(report)
-    plan = plan_round(reports, uneven=uneven, key=key)
+    plan = plan_round(reports, uneven=uneven, seed=seed)
     emitted = [ladder.groups(splits) for ladder, splits in zip(ladders, plan.splits, strict=True)]
     return groups, reports, plan, emitted
 
@@ -115,8 +115,8 @@ def samples_of(groups):
 
 @given(ranks_of_groups, st.integers(0, 2**64 - 1))
 @few
-def test_each_group_is_in_one_step_whole_or_in_parts_that_make_it_up(lengths, key):
-    groups, _, plan, emitted = round_of(lengths, key=key)
+def test_each_group_is_in_one_step_whole_or_in_parts_that_make_it_up(lengths, seed):
+    groups, _, plan, emitted = round_of(lengths, seed=seed)
     steps = steps_of(plan, emitted)
     for rank, of_rank in enumerate(groups):
         planned = [step[rank] for step in steps if step[rank] is not None]
@@ -148,9 +148,9 @@ def test_a_rank_fills_only_where_it_has_fewer_samples_than_the_round_has_steps(l
 
 @given(ranks_of_groups, st.integers(0, 2**64 - 1))
 @few
-def test_totals_of_a_step_are_the_sums_of_its_groups(lengths, key):
+def test_totals_of_a_step_are_the_sums_of_its_groups(lengths, seed):
     """The reports alone say what the parts of groups hold that other ranks will split."""
-    _, _, plan, emitted = round_of(lengths, key=key)
+    _, _, plan, emitted = round_of(lengths, seed=seed)
     for step, totals in zip(steps_of(plan, emitted), plan.totals.tolist(), strict=True):
         costs = [measure(group) for group in step if group is not None]
         flags = np.bitwise_or.reduce([cost.flags for cost in costs]) if costs else 0
@@ -184,11 +184,11 @@ def test_no_other_matching_has_a_smaller_sum_of_the_largest_groups_of_steps(cost
 
 @given(ranks_of_groups, st.integers(0, 2**64 - 1), st.sampled_from(["fill", "stop"]))
 @few
-def test_every_rank_plans_the_same_from_the_messages_of_all(lengths, key, uneven):
-    _, reports, plan, _ = round_of(lengths, key=key, uneven=uneven)
+def test_every_rank_plans_the_same_from_the_messages_of_all(lengths, seed, uneven):
+    _, reports, plan, _ = round_of(lengths, seed=seed, uneven=uneven)
     messages = [report.to_message() for report in reports]
     again = [CostReport.from_message(message, TASKS) for message in messages]
-    plan_again = plan_round(again, uneven=uneven, key=key)
+    plan_again = plan_round(again, uneven=uneven, seed=seed)
     assert (plan_again.groups == plan.groups).all()
     assert (plan_again.totals == plan.totals).all()
     assert (plan_again.splits, plan_again.last) == (plan.splits, plan.last)
@@ -197,15 +197,15 @@ def test_every_rank_plans_the_same_from_the_messages_of_all(lengths, key, uneven
 def test_of_equally_dear_groups_the_first_comes_first():
     """A sort that is not stable would differ from machine to machine."""
     costs = [index * 7 % 3 for index in range(300)]
-    table = np.array([row_of(GroupCost(1, 1, cost)) for cost in costs])
-    plan = plan_round([CostReport(table, 300, ended=True)] * 2, uneven="fill", key=5)
+    table = np.array([table_row(GroupCost(1, 1, cost)) for cost in costs])
+    plan = plan_round([CostReport(table, 300, ended=True)] * 2, uneven="fill", seed=5)
     largest_first = np.array(sorted(range(300), key=lambda index: (-costs[index], index)))
     assert (plan.groups == largest_first[shuffled(300, 5)]).all()
 
 
 def timed_report(costs, times, **options):
     rows = [
-        row_of(GroupCost(2, 1, cost, time=time)) for cost, time in zip(costs, times, strict=True)
+        table_row(GroupCost(2, 1, cost, time=time)) for cost, time in zip(costs, times, strict=True)
     ]
     return CostReport(np.array(rows), len(rows), ended=True, **options)
 
@@ -213,7 +213,7 @@ def timed_report(costs, times, **options):
 def test_groups_are_matched_by_time_instead_of_cost():
     """And what a step costs at most is told still."""
     reports = [timed_report([9, 5, 1], [10, 30, 20]), timed_report([2, 4, 8], [33, 11, 22])]
-    plan = plan_round(reports, uneven="fill", key=0)
+    plan = plan_round(reports, uneven="fill", seed=0)
     steps = sorted(plan.groups.T.tolist())
     assert steps == [[0, 1], [1, 0], [2, 2]]
     costs = [(9, 5, 1)[first] for first, _ in plan.groups.T.tolist()]
@@ -222,12 +222,12 @@ def test_groups_are_matched_by_time_instead_of_cost():
 
 
 def test_steps_are_shuffled_by_the_key_alone():
-    assert all(sorted(shuffled(9, key)) == [*range(9)] for key in range(20))
-    assert len({tuple(shuffled(9, key)) for key in range(20)}) == 20
+    assert all(sorted(shuffled(9, seed)) == [*range(9)] for seed in range(20))
+    assert len({tuple(shuffled(9, seed)) for seed in range(20)}) == 20
     assert shuffled(9, 5).tolist() == shuffled(9, 5).tolist()
     assert shuffled(0, 5).tolist() == []
     lengths = [[[9], [5], [1]], [[8], [6], [2]]]
-    plans = [round_of(lengths, key=key)[2] for key in range(20)]
+    plans = [round_of(lengths, seed=seed)[2] for seed in range(20)]
     together = {tuple(sorted(map(tuple, plan.groups.T.tolist()))) for plan in plans}
     assert len(together) == 1  # the same groups share a step
     assert len({str(plan.groups) for plan in plans}) > 1  # at another place
@@ -239,10 +239,10 @@ def test_steps_are_shuffled_by_the_key_alone():
     st.integers(0, 2**64 - 1),
 )
 @few
-def test_an_optimizer_step_has_a_step_of_each_part_of_the_lengths(lengths, accumulate, key):
-    order = spread_steps(np.array(lengths), accumulate, key).tolist()
+def test_an_optimizer_step_has_a_step_of_each_part_of_the_lengths(lengths, accumulate, seed):
+    order = spread_steps(np.array(lengths), accumulate, seed).tolist()
     assert sorted(order) == [*range(len(lengths))]
-    assert order == spread_steps(np.array(lengths), accumulate, key).tolist()
+    assert order == spread_steps(np.array(lengths), accumulate, seed).tolist()
     whole = len(lengths) // accumulate
     optimizer_steps = [
         order[number * accumulate : (number + 1) * accumulate] for number in range(whole)
@@ -255,7 +255,7 @@ def test_an_optimizer_step_has_a_step_of_each_part_of_the_lengths(lengths, accum
 
 def test_steps_of_like_lengths_come_in_any_order():
     lengths = np.arange(40.0)
-    orders = {key: spread_steps(lengths, 4, key).tolist() for key in range(20)}
+    orders = {seed: spread_steps(lengths, 4, seed).tolist() for seed in range(20)}
     assert len({*map(tuple, orders.values())}) == 20
     # Neither the longest of an optimizer step nor the longest of all comes at a certain place.
     places = [max(range(4), key=lambda step: order[step]) for order in orders.values()]
@@ -267,8 +267,8 @@ def test_steps_of_like_lengths_come_in_any_order():
 
 def test_a_rank_alone_takes_its_groups_as_they_come():
     lengths = [[[3, 4], [9], [5, 5]]]
-    for key, uneven in product(range(3), ("fill", "stop")):
-        groups, _, plan, emitted = round_of(lengths, 3, key=key, uneven=uneven)
+    for seed, uneven in product(range(3), ("fill", "stop")):
+        groups, _, plan, emitted = round_of(lengths, 3, seed=seed, uneven=uneven)
         assert steps_of(plan, emitted) == [[group] for group in groups[0]]
         assert (plan.splits, plan.last) == ([0], True)
         assert plan.totals.tolist() == step_totals([[*map(measure, groups[0])]]).tolist()
@@ -371,7 +371,7 @@ def test_the_group_with_the_longest_time_is_split_first():
         pool=PoolReport(),
         tasks=TASKS,
     )
-    plan = plan_round([report, others], uneven="fill", key=3)
+    plan = plan_round([report, others], uneven="fill", seed=3)
     assert plan.splits == [2, 0]
     split = ladder.groups(2)
     for step, (samples, *_, cost, _, _) in zip(
@@ -401,11 +401,11 @@ def test_a_rank_tells_of_splits_only_at_the_end_of_its_data_and_where_it_may(
 
 
 def test_a_report_with_more_splits_than_its_groups_allow_is_an_error():
-    row = row_of(GroupCost(1, 1, 5))
+    row = table_row(GroupCost(1, 1, 5))
     damaged = CostReport(np.array([row, row]), 1, ended=True)
     other = CostReport(np.array([row, row]), 2, ended=True)
     with pytest.raises(ValueError, match="more splits than its groups allow"):
-        plan_round([damaged, other], uneven="fill", key=0)
+        plan_round([damaged, other], uneven="fill", seed=0)
 
 
 # --- messages ------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ costs_of_groups = st.builds(
 )
 reports = st.builds(
     lambda costs, splits, **fields: CostReport(
-        np.array([row_of(cost) for cost in costs], np.int64).reshape(-1, COLUMNS + 2),
+        np.array([table_row(cost) for cost in costs], np.int64).reshape(-1, COLUMNS + 2),
         max(0, len(costs) - splits),
         **fields,
     ),
@@ -496,7 +496,7 @@ def settings_after(reports, present, steps, planned_steps=0):
 
 
 def report(lengths=(0, 0), offer=NO_CAPS, max_tokens=0, remaining=-1):
-    table = np.array([row_of(GroupCost(10, 10, 10))] * 4)
+    table = np.array([table_row(GroupCost(10, 10, 10))] * 4)
     pool = PoolReport(np.array(offer, np.int64), lengths)
     return CostReport(table, 4, ended=False, max_tokens=max_tokens, remaining=remaining, pool=pool)
 

@@ -20,7 +20,7 @@ from odb_nodes import (
 )
 from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.core.processing.chunk_runner import ChunkSizer
-from odb_nodes.core.processing.observation import digest_of, observe_sample, with_item_key
+from odb_nodes.core.processing.observation import digest_of_sample, observe_sample, with_item_key
 from odb_nodes.core.sample import ItemKey, Sample
 from odb_nodes.core.sample_block import ItemKeys
 
@@ -137,11 +137,11 @@ class Epochal:
     epoch = None
 
     def __init__(self):
-        self.told = []
+        self.epochs = []
 
     def set_epoch(self, epoch):
         self.epoch = epoch
-        self.told.append(epoch)
+        self.epochs.append(epoch)
         if epoch == 9:
             raise LookupError("no such lesson")
 
@@ -155,7 +155,7 @@ def test_each_chunk_is_processed_in_its_epoch_also_if_loaders_share_what_they_te
     training, evaluation = (ChunkProcessor(function, seed) for _ in range(2))
     for processor, epoch in (training, 3), (training, 3), (evaluation, 0), (training, 3):
         assert numbers_of(processor, [1, 2], epoch) == [epoch, epoch]
-    assert function.told == [3, 0, 3]
+    assert function.epochs == [3, 0, 3]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -358,6 +358,6 @@ def test_a_result_keeps_its_own_key_and_digest_and_learns_its_item():
     data = {"input_ids": np.arange(3)}
     of_item = with_item_key(Sample(data, 3, 2, 1, "s", "labels", task="t"), item)
     assert of_item == (data, 3, 2, 1, "s", "labels", item.key, item, of_item.digest, "t", None, 0)
-    assert of_item.digest == digest_of(Sample(data, 3, 2, 1, task="t"))
+    assert of_item.digest == digest_of_sample(Sample(data, 3, 2, 1, task="t"))
     keyed = with_item_key(Sample(data, 3, 2, key=0, digest=0), item)
     assert (keyed.key, keyed.digest, keyed.item) == (0, 0, item)

@@ -304,7 +304,7 @@ def test_a_dataset_draws_from_its_generators_and_follows_the_epoch_with_any_work
     alone, by_workers = loader({}), loader(options(kind))
     expected = [held_draws(alone) for _ in range(3)]
     assert [held_draws(by_workers) for _ in range(3)] == expected
-    assert by_workers.dataset.told == [0, 1, 2]  # in the trainer's process, too
+    assert by_workers.dataset.epochs == [0, 1, 2]  # in the trainer's process, too
     assert [{epoch for _, epoch, _ in rows} for rows in expected] == [{0}, {1}, {2}]
     numbers = [number for rows in expected for *_, drawn in rows for number in eval(drawn)]
     assert len({*numbers}) == len(numbers)

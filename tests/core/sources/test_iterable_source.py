@@ -34,11 +34,11 @@ class Shuffled(IterableDataset):
     """Another order in every epoch, as `set_epoch` says; counts what is read of it."""
 
     def __init__(self, size=6):
-        self.size, self.epoch, self.told, self.reads = size, 0, [], 0
+        self.size, self.epoch, self.epochs, self.reads = size, 0, [], 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch
-        self.told.append(epoch)
+        self.epochs.append(epoch)
 
     def order(self):
         return random.Random(self.epoch).sample(range(self.size), self.size)
@@ -103,13 +103,13 @@ def test_the_iterable_is_told_every_epoch(kind):
     data = kind()
     node = source(data)
     epochs = [epoch_of(node) for _ in range(3)]
-    assert data.told == [0, 1, 2]
+    assert data.epochs == [0, 1, 2]
     assert [{epoch for epoch, _ in items} for items in epochs] == [{0}, {1}, {2}]
     node.set_epoch(7)
-    assert data.told == [0, 1, 2]
+    assert data.epochs == [0, 1, 2]
     epoch_of(node)
     epoch_of(node)
-    assert data.told == [0, 1, 2, 7, 8]
+    assert data.epochs == [0, 1, 2, 7, 8]
 
 
 def test_what_splits_itself_over_the_ranks_is_not_split_again(monkeypatch):

@@ -31,8 +31,8 @@ def observed(dataset):
     return [observe_sample(dataset[index]).tokens for index in range(len(dataset))]
 
 
-def told(dataset, lengths):
-    """Lengths that were given, of a dataset of which nothing else is known."""
+def known_tokens(dataset, lengths):
+    """The known lengths of a dataset, from the argument `lengths`."""
     column = known_lengths(dataset, lengths, is_processed=True)
     assert column.tokens.dtype == np.int64
     return column.tokens.tolist()
@@ -150,8 +150,8 @@ def test_lengths_of_a_table_are_those_that_an_observer_says(datasets, data):
     assert stored.tokens.dtype == np.int64
     assert stored.origin == "list offsets of the column 'input_ids'"
     assert known_lengths(dataset, is_processed=True) is None
-    assert told(dataset, "input_ids") == stored.tokens.tolist()
-    assert told(dataset, "id") == [int(row) for row in ids_of(dataset)]
+    assert known_tokens(dataset, "input_ids") == stored.tokens.tolist()
+    assert known_tokens(dataset, "id") == [int(row) for row in ids_of(dataset)]
     together = table.__getitems__([*range(len(table))])
     alone = known_lengths(table, is_processed=False).tokens.tolist()
     assert [observe_sample(row).tokens for row in together] == alone
@@ -257,25 +257,33 @@ def test_a_column_of_a_table_may_be_hidden_from_its_rows_or_be_read_by_the_user(
     table = datasets.Dataset.from_list(DICTS).shuffle(seed=0)
     hidden = table.with_format("torch", columns=["input_ids"])
     expected = observed(table)
-    assert told(hidden, "n_tokens") == told(hidden.with_transform(dict), "n_tokens") == expected
-    assert told(hidden, table["n_tokens"]) == told(table, table["n_tokens"][:]) == expected
+    assert (
+        known_tokens(hidden, "n_tokens")
+        == known_tokens(hidden.with_transform(dict), "n_tokens")
+        == expected
+    )
+    assert (
+        known_tokens(hidden, table["n_tokens"])
+        == known_tokens(table, table["n_tokens"][:])
+        == expected
+    )
     with pytest.raises(ValueError, match=r"row 1 has no value in the column 'n'"):
-        told(rows_of(datasets, [[1], [2], [3]], n=[2, None, 4]), "n")
+        known_tokens(rows_of(datasets, [[1], [2], [3]], n=[2, None, 4]), "n")
     with pytest.raises(TypeError, match="column of integers, or of lists, but 'n' is of double"):
-        told(rows_of(datasets, [[1]], n=[0.5]), "n")
+        known_tokens(rows_of(datasets, [[1]], n=[0.5]), "n")
     with pytest.raises(ValueError, match=r"the columns are \['input_ids', 'n_tokens', 'text'\]"):
-        told(hidden, "n_token")
+        known_tokens(hidden, "n_token")
 
 
 @pytest.mark.slow
 def test_a_file_of_another_table_is_refused(datasets, tmp_path):
     table, path = datasets.Dataset.from_list(DICTS), tmp_path / "lengths.npz"
     observe_lengths(table).save(path)
-    assert told(datasets.Dataset.from_list(DICTS), path) == LENGTHS
+    assert known_tokens(datasets.Dataset.from_list(DICTS), path) == LENGTHS
     for other in (table.shuffle(seed=1), table.map(lambda row: {"input_ids": [1]})):
         with pytest.raises(ValueError, match="they are of other data"):
-            told(other, path)
-    assert told(Subset(table, range(7)), path) == LENGTHS  # has nothing that tells it apart
+            known_tokens(other, path)
+    assert known_tokens(Subset(table, range(7)), path) == LENGTHS  # has nothing that tells it apart
 
 
 # --- other datasets -------------------------------------------------------------------------------
@@ -292,12 +300,12 @@ def test_nothing_is_known_of_other_datasets_by_themselves():
 
 def test_a_column_of_dicts_holds_integers_or_lists():
     for name in ("n_tokens", "input_ids"):
-        assert told(DICTS, name) == told(tuple(DICTS), name) == LENGTHS
-        assert told(Subset(DICTS, [2, -1]), name) == [5, 7]
-        assert told(ConcatDataset([DICTS, DICTS[:2]]), name) == [*LENGTHS, 3, 1]
+        assert known_tokens(DICTS, name) == known_tokens(tuple(DICTS), name) == LENGTHS
+        assert known_tokens(Subset(DICTS, [2, -1]), name) == [5, 7]
+        assert known_tokens(ConcatDataset([DICTS, DICTS[:2]]), name) == [*LENGTHS, 3, 1]
     kinds = [np.int32(4), torch.tensor(4), np.ones(4), torch.ones(4), (1, 2, 3, 4)]
-    assert told([{"n": value} for value in kinds], "n") == [4] * 5
-    assert told([{"n": torch.tensor([9])}], "n") == [1]
+    assert known_tokens([{"n": value} for value in kinds], "n") == [4] * 5
+    assert known_tokens([{"n": torch.tensor([9])}], "n") == [1]
     column = known_lengths(DICTS, "n_tokens", is_processed=False)
     assert column.origin == "the column 'n_tokens'"
 
@@ -319,12 +327,12 @@ def test_a_column_of_parquet_files_is_read_by_itself(tmp_path_factory, sizes, gr
         table = pa.Table.from_pylist(rows, schema)
         pq.write_table(table, folder / f"{number}.parquet", row_group_size=group)
     dataset = ParquetDataset(folder, ["text"])
-    assert told(dataset, "n") == told(dataset, "ids") == expected
+    assert known_tokens(dataset, "n") == known_tokens(dataset, "ids") == expected
     assert dataset[0] == {"text": "a"} if expected else len(dataset) == 0
     if nulls and expected:
         pq.write_table(pa.Table.from_pylist([{"n": None}], schema), folder / "9.parquet")
         with pytest.raises(ValueError, match=f"row {len(expected)} has no value in the column 'n'"):
-            told(ParquetDataset(folder), "n")
+            known_tokens(ParquetDataset(folder), "n")
 
 
 def test_a_column_that_only_some_parquet_files_have_is_none(tmp_path):
@@ -333,10 +341,10 @@ def test_a_column_that_only_some_parquet_files_have_is_none(tmp_path):
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
     dataset = ParquetDataset(tmp_path, ["x"])
     with pytest.raises(ValueError, match=r"but is 'n' instead: .* the columns are \['x'\]"):
-        told(dataset, "n")
+        known_tokens(dataset, "n")
     with pytest.raises(TypeError, match="'t' is of string"):
         pq.write_table(pa.table({"t": ["a"]}), tmp_path / "c.parquet")
-        told(ParquetDataset(tmp_path / "c.parquet"), "t")
+        known_tokens(ParquetDataset(tmp_path / "c.parquet"), "t")
 
 
 @pytest.mark.parametrize(
@@ -347,7 +355,7 @@ def test_an_integer_for_each_row_is_taken_as_it_is(make):
     column = known_lengths(DICTS, make(LENGTHS), is_processed=False)
     assert column.tokens.tolist() == LENGTHS
     assert column.origin == "`lengths`"
-    assert told(DICTS, range(2, 9)) == [*range(2, 9)]
+    assert known_tokens(DICTS, range(2, 9)) == [*range(2, 9)]
 
 
 def test_lengths_are_a_copy_and_are_read_at_once():
@@ -362,7 +370,7 @@ def test_lengths_are_a_copy_and_are_read_at_once():
             assert key == slice(None)
             return self.data
 
-    assert told(DICTS, Column(LENGTHS)) == LENGTHS
+    assert known_tokens(DICTS, Column(LENGTHS)) == LENGTHS
 
 
 test_lengths_that_are_none_are_refused_by_name = refuses(
@@ -402,7 +410,7 @@ def test_lengths_of_json_lines_are_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"input_ids": [1]}\n')
     with pytest.raises(TypeError, match="must be None for a `JsonlSource`"):
-        told(JsonlSource(path), [1])
+        known_tokens(JsonlSource(path), [1])
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -416,18 +424,18 @@ def test_a_file_tells_the_lengths_of_a_profile(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     observe_lengths(DICTS).save("lengths.npz")
     column = known_lengths(DICTS, "lengths.npz", is_processed=True)
-    assert column.tokens.tolist() == told(DICTS, tmp_path / "lengths.npz") == LENGTHS
+    assert column.tokens.tolist() == known_tokens(DICTS, tmp_path / "lengths.npz") == LENGTHS
     assert column.origin == "the file 'lengths.npz'"
     named = [{"lengths.npz": 2 * n} for n in LENGTHS]  # a column comes first
-    assert told(named, "lengths.npz") == [2 * n for n in LENGTHS]
+    assert known_tokens(named, "lengths.npz") == [2 * n for n in LENGTHS]
     table = LengthTable.load("lengths.npz")
     table.rows(np.array([3, 0, 1, 2, 6, 5, 4])).save("lengths.npz")  # as a sampler reads them
-    assert told(DICTS, "lengths.npz") == LENGTHS
+    assert known_tokens(DICTS, "lengths.npz") == LENGTHS
 
 
 def test_a_row_that_processing_skips_counts_as_a_token(tmp_path):
     observe_lengths(DICTS, process_fn=skip_short).save(tmp_path / "lengths")
-    assert told(DICTS, tmp_path / "lengths") == [3, 1, 5, 1, 4, 9, 7]
+    assert known_tokens(DICTS, tmp_path / "lengths") == [3, 1, 5, 1, 4, 9, 7]
 
 
 TABLE = LengthTable.of(LENGTHS)
@@ -443,15 +451,15 @@ NOT_OF_THE_ROWS = {
 def test_a_file_that_is_not_of_the_rows_is_refused(why, tmp_path):
     NOT_OF_THE_ROWS[why].save(tmp_path / "lengths.npz")
     with pytest.raises(ValueError, match=f"rows of this dataset, but in the file .*{why}.*Profile"):
-        told(DICTS, tmp_path / "lengths.npz")
+        known_tokens(DICTS, tmp_path / "lengths.npz")
 
 
 def test_a_file_of_json_lines_is_refused_for_a_dataset_of_the_same_rows(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in DICTS))
     observe_lengths(JsonlSource(tmp_path / "rows.jsonl")).save(tmp_path / "lengths.npz")
     with pytest.raises(ValueError, match="byte offsets of JSON Lines.*profile module:function"):
-        told(DICTS, tmp_path / "lengths.npz")
-    assert told(DICTS, LengthTable.load(tmp_path / "lengths.npz").tokens) == LENGTHS
+        known_tokens(DICTS, tmp_path / "lengths.npz")
+    assert known_tokens(DICTS, LengthTable.load(tmp_path / "lengths.npz").tokens) == LENGTHS
 
 
 def test_a_file_of_other_parquet_files_is_refused(tmp_path):
@@ -459,23 +467,23 @@ def test_a_file_of_other_parquet_files_is_refused(tmp_path):
         pq.write_table(pa.table({"input_ids": [[1] * n for n in lengths]}), tmp_path / name)
     first, other = (ParquetDataset(tmp_path / name) for name in "ab")
     observe_lengths(first).save(tmp_path / "lengths.npz")
-    assert told(first, tmp_path / "lengths.npz") == LENGTHS
+    assert known_tokens(first, tmp_path / "lengths.npz") == LENGTHS
     with pytest.raises(ValueError, match="they are of other data .'1 files, CRC-32"):
-        told(other, tmp_path / "lengths.npz")
+        known_tokens(other, tmp_path / "lengths.npz")
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
     np.save(tmp_path / "lengths.npy", LENGTHS)
     with pytest.raises(StateError, match="no table of lengths of version 1"):
-        told(DICTS, tmp_path / "lengths.npy")
+        known_tokens(DICTS, tmp_path / "lengths.npy")
     with pytest.raises(FileNotFoundError):
-        told(DICTS, tmp_path / "none.npz")
+        known_tokens(DICTS, tmp_path / "none.npz")
 
 
 def test_what_a_dataset_calls_its_data_is_asked_of_none_but_strings(tmp_path):
     path = tmp_path / "lengths.npz"
     replace(LengthTable.of([1]), data_id="x").save(path)
     make = type("Own", (SimpleNamespace,), {"__len__": lambda _: 1, "__getitem__": None})
-    assert told(make(data_id=7), path) == told(make(data_id="x"), path) == [1]
+    assert known_tokens(make(data_id=7), path) == known_tokens(make(data_id="x"), path) == [1]
     with pytest.raises(ValueError, match="other data"):
-        told(make(data_id="y"), path)
+        known_tokens(make(data_id="y"), path)

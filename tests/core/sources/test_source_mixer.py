@@ -222,9 +222,9 @@ def test_an_iterable_that_begins_again_is_told_another_number():
     for epoch in range(2):
         loader.set_epoch(epoch)
         list(loader)
-    assert len(set(data.told)) == len(data.told) >= 6
-    assert [epoch for epoch in data.told if epoch < 2] == [0, 1]
-    assert all(0 <= epoch < 2**31 for epoch in data.told)
+    assert len(set(data.epochs)) == len(data.epochs) >= 6
+    assert [epoch for epoch in data.epochs if epoch < 2] == [0, 1]
+    assert all(0 <= epoch < 2**31 for epoch in data.epochs)
 
 
 # State: of sources that begin again, and others that no job of the machine has.

@@ -400,9 +400,9 @@ def test_no_worker_is_left_running_after_a_run_or_an_exception():
 STEPS = (2, 5, 6)
 
 
-def fit_virtual(hosted, *callbacks, **options):
+def fit_virtual(ranks_per_process, *callbacks, **options):
     """A run of 4 virtual ranks, of which a rank hosts some."""
-    arguments = {"max_epochs": 2, "accumulate_grad_batches": hosted}
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": ranks_per_process}
     arguments |= {"datamodule": data(61, virtual_ranks=4)}
     return fit(*callbacks, **arguments | options)
 

@@ -38,8 +38,8 @@ def run(folder, processes, states=None, batches=None, is_killed=False):
 
 def states_after(saved, step):
     """The states of all processes after so many steps."""
-    hosted = VIRTUAL // len(saved)
-    return [of_process[step * hosted - 1] for of_process in saved]
+    ranks_per_process = VIRTUAL // len(saved)
+    return [of_process[step * ranks_per_process - 1] for of_process in saved]
 
 
 def facts(folder):
@@ -81,7 +81,9 @@ def test_no_cut_of_a_process_that_hosts_them_reads_ok(tmp_path):
 
 def test_what_could_not_be_written_is_said_of_each_virtual_rank(tmp_path, monkeypatch):
     """The batches of step 1's second rank and of step 2, in a process that hosts both ranks."""
-    steps = [info_of(number, [number], ends=number == 7, hosted=2) for number in range(8)]
+    steps = [
+        info_of(number, [number], ends=number == 7, ranks_per_process=2) for number in range(8)
+    ]
     with Ledger(tmp_path) as ledger:
         for info in steps[:3]:
             ledger.record(info)

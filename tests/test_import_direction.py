@@ -22,6 +22,7 @@ ROOMS = (
     "_compat",  # what we rely on inside of other libraries
     "_support",
     "core.sample",
+    "core.token_values",
     "core.sample_block",
     "core.planning",
     "core.step_info",

@@ -35,24 +35,26 @@ def import_tuner() -> Any:
 
 
 @contextmanager
-def changed(parse: Callable[[Any], Any], make: Callable[[Any], Any]) -> Iterator[None]:
-    """Within the block, LLaMA-Factory trains with the arguments and trainers of these functions.
+def patched_training(
+    change_arguments: Callable[[Any], Any], change_trainer: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Within the block, LLaMA-Factory trains with the arguments and trainers that these return.
 
     Relies on `tuner._training_function` to call `get_train_args` of its module once, and on the
     modules in `TRAINERS` to make one trainer each, by the name of its class.
     """
     with ExitStack() as stack:
-        stack.enter_context(_wrapped(import_tuner(), "get_train_args", parse))
+        stack.enter_context(_wrapped(import_tuner(), "get_train_args", change_arguments))
         for module, name in TRAINERS.items():
-            stack.enter_context(_wrapped(import_module(module), name, make))
+            stack.enter_context(_wrapped(import_module(module), name, change_trainer))
         yield
 
 
 @contextmanager
-def _wrapped(module: Any, name: str, result: Callable[[Any], Any]) -> Iterator[None]:
+def _wrapped(module: Any, name: str, change_result: Callable[[Any], Any]) -> Iterator[None]:
     if (original := getattr(module, name, None)) is None:
         raise RuntimeError(f"`{module.__name__}` has no `{name}`. {OTHER_VERSION}")
-    setattr(module, name, lambda *args, **kwargs: result(original(*args, **kwargs)))
+    setattr(module, name, lambda *args, **kwargs: change_result(original(*args, **kwargs)))
     try:
         yield
     finally:

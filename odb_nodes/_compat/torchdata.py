@@ -37,7 +37,8 @@ _UNKNOWN = object()
 
 def shuffling_samplers() -> tuple[type[Any], ...]:
     """Return the samplers that draw from all indices."""
-    # Not imported by us: its package uses many private names of torch. Who passes one has done so.
+    # Looked up, not imported: that package uses many private names of torch. A user who passes such
+    # a sampler has imported it.
     module = sys.modules.get("torchdata.stateful_dataloader.sampler")
     return (RandomSampler,) if module is None else (RandomSampler, module.RandomSampler)
 
@@ -53,7 +54,7 @@ def has_threads(node: BaseNode[Any]) -> bool:
 
 
 def _parts_of(node: BaseNode[Any], *kinds: type[Any]) -> list[Any]:
-    """Return what the iterator of a node of torchdata holds, itself or in a list, of a type."""
+    """Return the attributes of a node's iterator, and elements of its lists, of these types."""
     it = getattr(node, "_it", None)
     if not type(it).__module__.startswith("torchdata.nodes."):
         return []  # the user's iterator, of an `IterableWrapper`

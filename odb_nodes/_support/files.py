@@ -32,10 +32,10 @@ _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when this context ends without an error.
 
-    The new file has the permissions of the old one. File and name are then on the disk, and survive
-    a loss of power. After an error, the temporary
-    file is removed, and the file at `path` is kept. Temporary files of killed processes are removed
-    first. Errors of writing are an `OSError` whose `filename` is `path`.
+    The new file has the permissions of the old one. Its content and name are on the disk when the
+    context ends, and survive a loss of power. After an error, the temporary file is removed, and
+    the file at `path` is unchanged. Temporary files of killed processes are removed first. An error
+    of writing is an `OSError` whose `filename` is `path`.
     """
     _remove_stale(path)
     file: BinaryIO | None = None

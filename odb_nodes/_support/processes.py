@@ -142,7 +142,7 @@ def _value(name: str) -> str:
 
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and world size: the arguments, or of torch.distributed, or of the environment."""
+    """Return (rank, world_size) of the arguments, else torch.distributed, else the environment."""
     if (rank is None) != (world_size is None):
         raise ValueError(
             "`rank` and `world_size` must be passed together, "
@@ -160,8 +160,8 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def has_data_elsewhere(world_size: int) -> bool:
-    """Return whether this data belongs to a single rank of a job with several."""
+def may_be_empty(world_size: int) -> bool:
+    """Return whether other ranks may have the data: the data belong to one rank of several."""
     return world_size == 1 and resolve_rank(None, None)[1] > 1
 
 

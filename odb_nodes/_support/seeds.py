@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes._support.content import content_digest
+from odb_nodes._support.digest import content_digest
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes.errors import WorkerError
 

@@ -117,10 +117,11 @@ def _at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
-_COUNT, _COUNT_OR_NONE = _at_least(1), _at_least(0)
+_COUNT = _at_least(1)
+_COUNT_OR_ZERO = _at_least(0)
 
 
-def _positive(text: str) -> float:
+def _not_negative(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -147,7 +148,7 @@ def _weight(text: str) -> tuple[str, float]:
 
 def _existing(text: str) -> Path:
     if not (path := Path(text)).exists():
-        raise argparse.ArgumentTypeError(f"there is no {text!r}: pass what exists")
+        raise argparse.ArgumentTypeError(f"there is no {text!r}: pass a path that exists")
     return path
 
 
@@ -163,36 +164,40 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "module:function that returns a dataset, or a loader, whose options are then the defaults",
         nargs="?",
     ),
-    "--accumulate": _option("batches of an optimizer step (1)", _COUNT),
-    "--batch-size": _option("samples of a fixed batch (what the budget holds)", _COUNT),
-    "--budget": _option(f"padded tokens of a batch ({commands.BUDGET_TOKENS:,})", _COUNT),
-    "--csv": _option("file for a row of each record"),
-    "--cv": _option("lognormal lengths of this variation, in place of data", _positive),
+    "--accumulate": _option("batches per optimizer step (1)", _COUNT),
+    "--batch-size": _option("samples per fixed batch (as many as the budget holds)", _COUNT),
+    "--budget": _option(f"padded tokens per batch ({commands.BUDGET_TOKENS:,})", _COUNT),
+    "--csv": _option("CSV file to write, with a row for each record"),
+    "--cv": _option(
+        "in place of data: lognormal lengths with this coefficient of variation", _not_negative
+    ),
     "--diff": _option("another state: show only the differences", _existing),
     "--field": _option("field to tokenize (messages or text)"),
     "--force": {"action": "store_true", "help": "replace files that exist"},
-    "--html": _option("file for a page", Path),
-    "--json": _option("file for the result as JSON", Path),
+    "--html": _option("HTML file to write", Path),
+    "--json": _option("JSON file to write the result to", Path),
     "--layout": _option("padded or packed (padded)"),
     "--lengths": _option("a file of lengths, in place of data", _existing),
     "--lengths-known": {
         "action": "store_true",
-        "help": "also plan all samples of an epoch together, as loaders do whose lengths are known",
+        "help": "also simulate a loader with known lengths, which plans the whole epoch at once",
     },
-    "--limit": _option("most tokens of a batch (4 x the longest, or the loader's)", _COUNT),
+    "--limit": _option("largest batch in tokens (4 x the longest sample, or the loader's)", _COUNT),
     "--log": _option("folder of a monitor, or JSON Lines: fit the times of steps to it", _existing),
-    "--max-samples": _option("most samples of a batch", _COUNT),
+    "--max-samples": _option("largest batch in samples", _COUNT),
     "--oversize": _option("how too long samples are handled: alone, drop or error (alone)"),
-    "--pad-to-multiple-of": _option("tokens of which widths are a multiple (1)", _COUNT),
-    "--rank": _option("rank of a folder to show (0)", _COUNT_OR_NONE, default=0),
+    "--pad-to-multiple-of": _option(
+        "round the width of batches up to a multiple of so many tokens (1)", _COUNT
+    ),
+    "--rank": _option("rank of a folder to show (0)", _COUNT_OR_ZERO, default=0),
     "--ranks": _option("number of ranks, or several (1)", _COUNT, **_SEVERAL),
     "--samples": _option("samples to draw (all)", _COUNT),
     "--save-lengths": _option("file to write the lengths to"),
     "--seed": _option("seed of the order and of drawn samples (0)", int),
-    "--shapes": _option("most shapes of batches (any)", _COUNT),
+    "--shapes": _option("largest number of batch shapes (any)", _COUNT),
     "--shuffle": {"action": argparse.BooleanOptionalAction, "help": "whether data are shuffled"},
     "--size": _option(
-        "samples of the data; once for each source where several are mixed",
+        "number of samples in the data; repeat as SOURCE=N for a mixture",
         action="append",
         metavar="[SOURCE=]N",
     ),
@@ -200,13 +205,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--tokenizer": _option(
         "name or folder of a tokenizer, or a tokenizer.json, which has no chat template"
     ),
-    "--tokens-per-step": _option("padded tokens of an optimizer step of all ranks", _COUNT),
+    "--tokens-per-step": _option("padded tokens per optimizer step, all ranks together", _COUNT),
     "--uneven": _option("fill or stop (fill)"),
     "--weight": _option(
-        "weight of a source, once for each", _weight, action="append", metavar="SOURCE=W"
+        "weight of a source; repeat for each source", _weight, action="append", metavar="SOURCE=W"
     ),
-    "--window": _option("samples that wait, or auto; or several (auto)", _window, **_SEVERAL),
-    "--workers": _option("worker processes (0)", _COUNT_OR_NONE, default=0),
+    "--window": _option(
+        "samples that wait for a group, or auto; or several values (auto)", _window, **_SEVERAL
+    ),
+    "--workers": _option("worker processes (0)", _COUNT_OR_ZERO, default=0),
 }
 """Options that several commands share."""
 
@@ -220,8 +227,8 @@ COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]
         "--rank --diff --force",
         {
             "state": _option("a state file, the folder of a checkpoint, or a ledger", _existing),
-            "--step": _option("step of an epoch to remake", _COUNT_OR_NONE),
-            "--epoch": _option("epoch of the step (ledger: 0; state: its epoch)", _COUNT_OR_NONE),
+            "--step": _option("step of an epoch to remake", _COUNT_OR_ZERO),
+            "--epoch": _option("epoch of the step (ledger: 0; state: its epoch)", _COUNT_OR_ZERO),
             "--loader": _option("module:function that returns the loader for a `process_group`"),
             "--out": _option("file to write the steps of all ranks to, by `torch.save`"),
         },

@@ -120,8 +120,10 @@ class StepInfo:
             -100; `"tokens"` of samples without labels; `"samples"` with one label each;
             `"observed"`, counted by `observe`; or several kinds, such as `"labels+tokens"`.
         local_tokens: unpadded tokens of this rank; 0 in a filler step.
+        local_padded_tokens: size of the batch's `input_ids`, or the padded tokens planned under
+            the budget if they are more; 0 if neither is known.
         keys: key of the sample in each row of the batch; `None` if its source has no keys. Empty in
-            a filler step, as are the next three fields.
+            a filler step, like `row_sources`, `row_tasks` and `row_repeats`.
         row_sources: name of the source of each row.
         row_tasks: `Sample.task_name` of each row.
         row_repeats: `ItemKey.repeat` of each row, for samples that occur more than once an epoch.
@@ -137,8 +139,6 @@ class StepInfo:
         task_targets: supervised tokens of all ranks and micro-steps of this optimizer step, by name
             of the task; behind a `RankAligner`, of its `tasks`.
         world_size: ranks whose gradients are averaged.
-        local_padded_tokens: size of the batch's `input_ids`, or the padded tokens planned under
-            the budget if they are more; 0 if neither is known.
         batches_per_step: number of `virtual_ranks` that each rank hosts, else 1. Each of their
             batches is a separate `step` and micro-step; "all ranks" are all virtual ranks, so
             these batches have equal counts.

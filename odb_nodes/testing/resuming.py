@@ -11,7 +11,8 @@ from typing import Any, cast
 from torchdata.nodes import BaseNode
 
 from odb_nodes._support.checks import check_count
-from odb_nodes._support.content import difference, explain_unreadable, from_bytes, to_bytes
+from odb_nodes._support.content import explain_unreadable, from_bytes, to_bytes
+from odb_nodes._support.difference import difference
 from odb_nodes.core.contract import StatefulNode, copy_state
 from odb_nodes.core.contract.graph import walk
 from odb_nodes.core.contract.state import source_fields

@@ -34,11 +34,11 @@ from odb_nodes.core.planning.sample_costs import SampleCosts, check_lengths
 from odb_nodes.core.processing import WorkerOptions
 from odb_nodes.core.processing.observation import observe_sample
 from odb_nodes.core.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name
+from odb_nodes.core.sources.dataset_order import shuffle_blocks
 from odb_nodes.core.sources.datasets import source_of
 from odb_nodes.core.sources.jsonl_source import JsonlSource
 from odb_nodes.core.sources.known_lengths import TABLE_VERSION, data_id_of, read_length_file
 from odb_nodes.core.sources.mixing import check_same_names
-from odb_nodes.core.sources.sharded_sampler import shuffle_blocks
 
 __all__ = ["LengthTable", "observe_lengths"]
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_nodes import ODBDataLoader, StateError, save_state
-from odb_nodes._support.content import difference
+from odb_nodes._support.difference import difference
 from odb_nodes.integrations.huggingface import run as huggingface
 from odb_nodes.integrations.lightning import ODBCallback
 from odb_nodes.integrations.lightning import run as lightning

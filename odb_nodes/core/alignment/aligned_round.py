@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_bytes, int64_state
 from odb_nodes._support.checks import check_choice
 from odb_nodes.core.contract import EpochState, SourceState
 from odb_nodes.core.contract.state import integers_of
@@ -112,10 +112,14 @@ def info_of_step(
 # --- in states ------------------------------------------------------------------------------------
 
 
+def damaged_state(detail: str) -> StateError:
+    """Return the error of a state of a `RankAligner` whose parts do not fit together."""
+    return StateError(f"the state of RankAligner is damaged: {detail}. Use an earlier checkpoint.")
+
+
 def totals_to_bytes(totals: IntArray) -> bytes | None:
     """Return the totals of the steps of a round, 32 bytes a step, and 8 for each task."""
-    # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
-    return totals.astype("<i8").tobytes() or None
+    return int64_state(totals)
 
 
 def totals_from_bytes(data: bytes | None, tasks: int = 0) -> IntArray:
@@ -123,13 +127,13 @@ def totals_from_bytes(data: bytes | None, tasks: int = 0) -> IntArray:
     columns = COLUMNS - 1 + tasks
     integers = integers_of(data, "totals")
     if len(integers) % columns or (integers < 0).any():
-        raise StateError("the steps of a round are damaged. Use an earlier checkpoint.")
+        raise damaged_state(f"the totals of its steps are not {columns} counts each")
     return integers.reshape(-1, columns)
 
 
 def digest_of_totals(totals: IntArray) -> int:
     """Return a hash of the totals of a round, which is equal on all ranks."""
-    return zlib.crc32(totals.astype("<i8").tobytes())
+    return zlib.crc32(int64_bytes(totals))
 
 
 GroupsContent = tuple[list[int], bytes | None]
@@ -146,7 +150,7 @@ class PlannedOrdinals:
         """Return the ordinals of each group as plain data."""
         ordinals = [group.ordinal for group in self._groups if group is not None]
         sizes = [0 if group is None else len(group) for group in self._groups]
-        return sizes, np.concatenate(ordinals).astype("<i8").tobytes() if ordinals else None
+        return sizes, int64_state(np.concatenate(ordinals)) if ordinals else None
 
 
 def ordinals_of(content: GroupsContent) -> list[IntArray]:
@@ -154,7 +158,7 @@ def ordinals_of(content: GroupsContent) -> list[IntArray]:
     sizes, data = content
     ordinals = integers_of(data, "groups")
     if min(sizes, default=0) < 0 or sum(sizes) != len(ordinals):
-        raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
+        raise damaged_state(f"its groups have {sum(sizes)} samples, but {len(ordinals)} ordinals")
     return np.split(ordinals, np.cumsum(sizes)[:-1]) if sizes else []
 
 
@@ -193,7 +197,10 @@ class AlignerState(EpochState):
         totals = totals_from_bytes(self.totals, self.tasks)
         remaining = len(totals) - self.emitted
         if not 0 <= remaining <= len(self.groups[0]) or self.emitted > self.step:
-            raise StateError("the round of `RankAligner` is damaged. Use an earlier checkpoint.")
+            raise damaged_state(
+                f"its round has {len(totals)} steps, of which {self.emitted} were yielded, but "
+                f"{len(self.groups[0])} planned groups at step {self.step}"
+            )
         return totals
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from odb_nodes.core.alignment.aligned_round import AlignerState
+from odb_nodes.core.alignment.aligned_round import AlignerState, damaged_state
 from odb_nodes.core.alignment.peers import Exchanges, Message
 from odb_nodes.core.alignment.user_groups import GroupReader
 from odb_nodes.core.nodes import WindowBucketer
@@ -16,7 +16,7 @@ from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_costs import best_filler
 from odb_nodes.core.planning.rounds import CostReport
 from odb_nodes.core.sample_block import SampleBlock
-from odb_nodes.errors import SampleError, StateError
+from odb_nodes.errors import SampleError
 
 
 class Filler:
@@ -27,8 +27,8 @@ class Filler:
 
     def __init__(self, reader: WindowBucketer | GroupReader) -> None:
         self._reader = reader
-        self.samples: SampleBlock | None = None
-        """The sample alone; `None` if there is none."""
+        self.block: SampleBlock | None = None
+        """The sample, a block of length 1; `None` if there is none."""
         self.encoded: bytes | None = None
         """The sample as another rank has sent it; `None` for a sample of this rank."""
 
@@ -45,7 +45,7 @@ class Filler:
         store = self._reader.store
         store.keep_filler(ordinal, is_out=is_out)
         self.encoded = None
-        self.samples = None if ordinal is None else store.look(np.array([ordinal])).alone()
+        self.block = None if ordinal is None else store.look(np.array([ordinal])).alone()
 
     def restore(self, state: AlignerState, groups: Sequence[Facts], *, is_needed: bool) -> None:
         """Keep the sample of a state; `groups`: the groups of the state."""
@@ -59,12 +59,12 @@ class Filler:
             is_planned = any(state.filler in group.ordinal for group in groups)
             self.keep(state.filler, is_out=not (is_pooled or is_planned))
         elif is_needed and not reader.restored.keys_changed:
-            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
+            raise damaged_state("a step has no group, and there is no sample to fill it with")
 
     def make_data(self) -> None:
         """Make the data of the sample if it is lazy, as after a restore."""
-        if self.samples is not None:
-            self.samples = with_data_made(self.samples)
+        if self.block is not None:
+            self.block = with_data_made(self.block)
 
     def share(self, reports: Sequence[CostReport], rank: int, where: str) -> Exchanges[None]:
         """Send ranks that never had a sample the filler of another rank."""
@@ -72,9 +72,9 @@ class Filler:
         if not donors or all(report.has_filler for report in reports):
             return
         data = b""
-        if rank == donors[0] and self.samples is not None:
+        if rank == donors[0] and self.block is not None:
             # The ordinal is valid on this rank only.
-            sample = self.samples[0]._replace(ordinal=None)
+            sample = self.block[0]._replace(ordinal=None)
             try:
                 data = encode_sample(sample)
             except SampleError as error:
@@ -84,5 +84,5 @@ class Filler:
             self._use_encoded(encoded[donors[0]])
 
     def _use_encoded(self, encoded: bytes) -> None:
-        self.samples = SampleBlock.of([decode_sample(encoded)])
+        self.block = SampleBlock.of([decode_sample(encoded)])
         self.encoded = encoded

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from odb_nodes._support.arrays import int64_array, int64_bytes
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.peers import Exchanges, Message
 from odb_nodes.core.contract.again import restore_items
@@ -40,11 +41,11 @@ class _TransferredSample(NamedTuple):
 
 
 def level_last_round(
-    last_round: LastRound, pool: WindowBucketer, rank: int, world_size: int, where: str
+    last_round: LastRound, bucketer: WindowBucketer, rank: int, world_size: int, where: str
 ) -> Exchanges[list[LeftOut]]:
     """Cut the remaining samples of all ranks into the same number of groups on each rank.
 
-    See `planning.levelling`. The store of `pool` then has the samples that this rank receives.
+    See `planning.levelling`. The store of `bucketer` then has the samples that this rank receives.
 
     Returns:
         The received samples that processing skips on this rank.
@@ -52,31 +53,31 @@ def level_last_round(
     skipped: list[LeftOut] = []
     budget_crc = np.array([zlib.crc32(repr(last_round.budget).encode())])
     report = np.concatenate((budget_crc, last_round.message()))
-    messages = yield Message(report.astype("<i8").tobytes(), where)
-    reports = [np.frombuffer(message, "<i8").astype(np.int64) for message in messages]
+    messages = yield Message(int64_bytes(report), where)
+    reports = [*map(int64_array, messages)]
     if len({int(report[0]) for report in reports}) == 1:  # All ranks have the same budget.
         received = last_round.give(last_round.moves([report[1:] for report in reports]))
-        giving = with_digests(pool.store.look(last_round.given_away.ordinal)).without_data()
+        giving = with_digests(bucketer.store.look(last_round.given_away.ordinal)).without_data()
         description = json.dumps([_TransferredSample.of(sample) for sample in giving])
         messages = yield Message(description.encode(), where)
         described = [json.loads(message) for message in messages]
         to_make = [_TransferredSample(*described[giver][row]) for giver, row in received]
-        samples, skipped = _make(to_make, pool, rank, world_size)
-        last_round.add(pool.take_over(samples))
+        samples, skipped = _make(to_make, bucketer, rank, world_size)
+        last_round.add(bucketer.take_over(samples))
     fewest = yield Message([last_round.fewest_steps()], where)
     last_round.cut(max(steps[0] for steps in fewest))
     return skipped
 
 
 def _make(
-    received: Sequence[_TransferredSample], pool: WindowBucketer, rank: int, world_size: int
+    received: Sequence[_TransferredSample], bucketer: WindowBucketer, rank: int, world_size: int
 ) -> tuple[SampleBlock, list[LeftOut]]:
     """Make the samples that other ranks have given; return the samples skipped here separately."""
     samples: list[Sample] = []
     skipped: list[LeftOut] = []
     changes: list[str] = []
     items = [transferred.item(world_size) for transferred in received]
-    for sample, transferred in zip(restore_items(pool, items), received, strict=True):
+    for sample, transferred in zip(restore_items(bucketer, items), received, strict=True):
         if isinstance(sample, Skipped):
             skipped.append(LeftOut(sample.key, sample.source, sample.reason))
             changes.append(f"a sample{name_of(sample)} is skipped here {sample.why}")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_array, int64_bytes
 from odb_nodes._support.checks import check_seconds
 from odb_nodes._support.processes import Owner
 from odb_nodes.core.alignment.aligned_round import LossRule
@@ -95,8 +95,8 @@ class Peers:
         """Whether this process has connections to other processes."""
         return type(self._exchange) is not Exchange
 
-    def another(self, message_size: int) -> Peers:
-        """Return new connections of the same ranks. All ranks must call this in the same order."""
+    def with_new_connections(self, message_size: int) -> Peers:
+        """Return new connections of the same ranks; all ranks call this in the same order."""
         return Peers(self._process_group, self._timeout_s, message_size)
 
     def check_process(self) -> None:
@@ -203,8 +203,8 @@ class Peers:
         if CostReport.message_size(messages[0].steps, self._tasks) <= self._size:
             gathered = [*self._gather(reports, where, self._size)]
         else:
-            parts = self._gather_bytes([row.astype("<i8").tobytes() for row in reports], where)
-            gathered = [np.frombuffer(part, "<i8").astype(np.int64) for part in parts]
+            parts = self._gather_bytes([*map(int64_bytes, reports)], where)
+            gathered = [*map(int64_array, parts)]
         return [CostReport.from_message(row, self._tasks) for row in gathered]
 
     def _agree(self, configs: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
@@ -241,7 +241,7 @@ class Peers:
 class VirtualTeam:
     """The virtual ranks of a job in this process: `ranks_per_process` consecutive ranks.
 
-    weighed_processes: number of processes that average their gradients. Default: the processes of
+    averaging_processes: number of processes that average their gradients. Default: the processes of
         `process_group`. A process that makes a step of another job again passes the job's number.
     """
 
@@ -250,10 +250,10 @@ class VirtualTeam:
         virtual_ranks: int,
         process_group: ProcessGroupLike,
         timeout_s: float,
-        weighed_processes: int | None = None,
+        averaging_processes: int | None = None,
     ) -> None:
         self.rank, self.processes = group_rank(process_group)
-        self.weighed_processes = weighed_processes or self.processes
+        self.averaging_processes = averaging_processes or self.processes
         if virtual_ranks % self.processes:
             raise ValueError(
                 f"`virtual_ranks` must be a multiple of the number of ranks ({self.processes}), "
@@ -297,9 +297,9 @@ class VirtualRank(KnownRank):
         """Number of virtual ranks."""
         return self.team.virtual_ranks
 
-    def weighed(self, rule: LossRule) -> LossRule:
+    def loss_rule(self, rule: LossRule) -> LossRule:
         """Return the loss rule for all virtual ranks."""
-        processes = self.team.weighed_processes
+        processes = self.team.averaging_processes
         batches = self.world_size // processes
         return replace(rule, world_size=processes, batch=self.rank % batches, batches=batches)
 

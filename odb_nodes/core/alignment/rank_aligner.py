@@ -8,7 +8,6 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_count
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.aligned_round import (
@@ -33,10 +32,14 @@ from odb_nodes.core.alignment.peers import (
     check_sharing,
     sharing_configs,
 )
+from odb_nodes.core.alignment.restored_groups import (
+    checked_groups,
+    group_nodes,
+    use_present_options,
+)
 from odb_nodes.core.alignment.user_groups import GroupReader
 from odb_nodes.core.contract import EpochNode, copy_state
-from odb_nodes.core.contract.config import loading
-from odb_nodes.core.contract.graph import budget_below, describe_empty_epoch, walk
+from odb_nodes.core.contract.graph import budget_below, describe_empty_epoch
 from odb_nodes.core.contract.node import check_node, snapshot
 from odb_nodes.core.nodes import WindowBucketer
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
@@ -51,9 +54,7 @@ from odb_nodes.core.planning.step_time import StepTime, TimeFn, step_time_of
 from odb_nodes.core.sample import LeftOut, Sample
 from odb_nodes.core.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.core.step_info import AlignedGroup
-from odb_nodes.errors import SampleError, StateError
-
-_GROUP_FORMING_NODES = (WindowBucketer, PlannedGroups)
+from odb_nodes.errors import SampleError
 
 
 class RankAligner(EpochNode[AlignedGroup, AlignerState]):
@@ -151,32 +152,32 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if isinstance(process_group, VirtualRank):
             self.peers = process_group.team.peers_of(message_size, tasks_count)
             self._number = process_group.number
-            self._rule = process_group.weighed(self._rule)
+            self._rule = process_group.loss_rule(self._rule)
         else:
             self.peers = Peers(process_group, timeout_s, message_size, tasks_count)
         # Only a direct source: groups would depend on how far a node in between reads ahead.
-        self._pool = source if isinstance(source, WindowBucketer) else None
+        self._bucketer = source if isinstance(source, WindowBucketer) else None
         self.requested_max_tokens = 0
         self.unemitted_samples = 0
         """Samples of this rank and epoch that `uneven="stop"` left out."""
         self._clear()
 
     def _clear(self) -> None:
-        self._groups = GroupReader(self.source) if self._pool is None else self._pool
-        self._filler = Filler(self._groups)
+        self._reader = GroupReader(self.source) if self._bucketer is None else self._bucketer
+        self._filler = Filler(self._reader)
         self._left_out: list[LeftOut] = []  # `StepInfo.left_out` of the next step
         self._failure: Exception | None = None  # error of reading ahead, raised after the round
         # Whether to exchange a message at the end of the epoch: after a restore, another rank may
         # have failed to make a sample again in the last step.
         self._confirms_end = False
         self._plan = RankPlan(
-            self._groups.planner,
+            self._reader.planner,
             self._options,
             self._measured,
             rank=self.rank,
             world_size=self.peers.world_size,
             epoch=self._epochs.epoch,
-            shares_rest=self._pool is not None and self._pool.can_restore,
+            shares_rest=self._bucketer is not None and self._bucketer.can_restore,
             tasks=len(self.cost_estimator.tasks),
         )
 
@@ -209,7 +210,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     @property
     def replayed_samples(self) -> int:
         """Samples that the last restore makes again for groups of a node of the user."""
-        return 0 if self._pool is not None else self._groups.restored.samples
+        return 0 if self._bucketer is not None else self._reader.restored.samples
 
     @property
     def exchange_wait_s(self) -> float:
@@ -248,7 +249,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source, with the limits and the window of the previous epoch."""
-        self._groups.planner.use(self._plan.settings._replace(caps=()))
+        self._reader.planner.use(self._plan.settings._replace(caps=()))
         self._clear()
         self.unemitted_samples = 0
         self.source.reset(None)
@@ -262,14 +263,14 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.unemitted_samples = state.unemitted_samples
         self._left_out = [LeftOut(*fields) for fields in state.left_out]
         self.source.reset(copy_state(state.source))
-        reader = self._groups
+        reader = self._reader
         if isinstance(reader, GroupReader):
             if state.given is not None:
                 reader.restore(state.given)
             if state.given_ended:
                 reader.planner.end()
         remaining = len(totals) - state.emitted
-        groups = self._checked_groups(state, ordinals, in_round=remaining)
+        groups = checked_groups(reader, state, ordinals, in_round=remaining)
         step_groups: list[Facts | None] = [None] * state.emitted
         step_groups += [group if len(group) else None for group in groups[:remaining]]
         self._plan.restore(
@@ -282,32 +283,21 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         )
         self._filler.restore(state, groups, is_needed=None in step_groups[state.emitted :])
         self._confirms_end = not state.is_at_end
-        self._use_present_options(at_end=state.is_at_end)
+        if not state.is_at_end:
+            use_present_options(
+                self._plan,
+                reader,
+                self._filler,
+                group_nodes(self.source),
+                self.accumulate,
+                self._epochs.epoch,
+            )
         self._want_groups()
-
-    def _checked_groups(
-        self, state: AlignerState, groups: list[IntArray], in_round: int
-    ) -> list[Facts]:
-        """Return the facts of the groups of a state, after checks that no sample is missing."""
-        reader, pool = self._groups, self._pool
-        pooled = [] if pool is None else pool.planner.pool.ordinals().tolist()
-        stored = reader.store.ordinals().tolist()
-        planned = [ordinal for group in groups for ordinal in group.tolist()]
-        expected = planned + pooled
-        filler = state.filler
-        if filler is not None and filler in reader.store and filler not in expected:
-            expected.append(filler)  # A step has used the filler, and the store keeps it.
-        if sorted(expected) != stored or any(not len(group) for group in groups[in_round:]):
-            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
-        settled = {ordinal for group in groups[:in_round] for ordinal in group.tolist()}
-        for ordinal, change in reader.restored.changed.items():
-            if ordinal in settled:
-                raise StateError(change)
-        return [reader.facts_of(group) for group in groups]
 
     def save(self) -> AlignerState:
         """Return the state of the source, the totals of the round, and the planned groups."""
-        plan, reader = self._plan, self._groups
+        plan = self._plan
+        reader = self._reader
         user_groups = reader if isinstance(reader, GroupReader) else None
         groups: Any = PlannedOrdinals([*plan.settled.remaining, *plan.formed])
         return AlignerState(
@@ -363,7 +353,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.peers.check_process()
         if not self.peers.drive([self.prepare_step()], lambda: self.where)[0]:
             raise StopIteration
-        plan, rule, store = self._plan, self.rule, self._groups.store
+        plan, rule, store = self._plan, self.rule, self._reader.store
         settled = plan.settled
         index = settled.emitted
         step = plan.step
@@ -387,8 +377,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             left_out=tuple(self._left_out),
         )
         self._left_out = []
-        if facts is None and self._filler.samples is not None:
-            group = self._filler.samples
+        if facts is None and self._filler.block is not None:
+            group = self._filler.block
         if plan.is_at_end:
             self._filler.keep(None)
         return AlignedGroup(group, info)
@@ -410,14 +400,14 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last step."""
-        left_out = self._left_out + self._groups.take_left_out()
+        left_out = self._left_out + self._reader.take_left_out()
         self._left_out = []
         return left_out
 
     def interrupt(self) -> None:
-        """Make a `next` that waits for other ranks on another thread raise, until the next reset.
+        """Let a `next` that waits for other ranks on another thread raise, until the next reset.
 
-        The connections stay.
+        The connections stay open.
         """
         self.peers.interrupt()
 
@@ -426,7 +416,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     # --------------------------------------------------------------------------------------------
 
     def _measured(self, group: Facts) -> GroupCost:
-        return self.cost_estimator(self._groups.store.look(group.ordinal))
+        return self.cost_estimator(self._reader.store.look(group.ordinal))
 
     def _form_groups(self) -> None:
         """Form the groups that are due before the next step.
@@ -437,7 +427,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         plan = self._plan
         try:
             while self._failure is None and plan.lacks() > 0:
-                self._groups.fill()
+                self._reader.fill()
         except Exception as error:
             if not getattr(self.source, "keeps_failed_items", False):  # The source has no state.
                 raise
@@ -450,7 +440,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if self.peers.channel.agreed:
             return
         plan = self._plan
-        nodes = [node for node in walk(self.source) if isinstance(node, _GROUP_FORMING_NODES)]
+        nodes = group_nodes(self.source)
         are_known = any(isinstance(node, PlannedGroups) for node in nodes)
         config = {
             "lengths": "known before samples are read" if are_known else "observed",
@@ -469,20 +459,20 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def _begin_round(self) -> Exchanges[None]:
         """Settle the next round with the other ranks."""
-        plan, store, where = self._plan, self._groups.store, self.where
+        plan, store, where = self._plan, self._reader.store, self.where
         last_round = None
         skipped: list[LeftOut] = []
         first_received = store.next_ordinal
         try:
-            if plan.settings.is_last and self._pool is not None:
+            if plan.settings.is_last and self._bucketer is not None:
                 yield from self._agree()
                 last_round = plan.last_round()
                 skipped = yield from level_last_round(
-                    last_round, self._pool, self.rank, self.peers.world_size, where
+                    last_round, self._bucketer, self.rank, self.peers.world_size, where
                 )
             report = plan.report(
                 last_round,
-                has_filler=self._filler.samples is not None,
+                has_filler=self._filler.block is not None,
                 max_tokens=self.requested_max_tokens,
             )
             yield from self._agree()
@@ -502,9 +492,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             ordinals = store.ordinals()
             store.drop(ordinals[ordinals >= first_received])
             raise
-        self._drop(plan.settle(plan.agree(reports)))
+        self._leave_out_remaining(plan.settle(plan.agree(reports)))
         # Collected once in a round, so it does not matter when the groups were formed.
-        self._left_out += self._groups.take_left_out() + skipped
+        self._left_out += self._reader.take_left_out() + skipped
         self._want_groups()
         if last_round is not None:
             store.take(last_round.given_away.ordinal)
@@ -512,56 +502,17 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _want_groups(self) -> None:
         """Queue the lazy data of planned groups after a restore, in the order of steps."""
         groups = [*self._plan.settled.remaining, *self._plan.formed]
-        self._groups.store.want(group.ordinal for group in groups if group is not None)
+        self._reader.store.want(group.ordinal for group in groups if group is not None)
 
-    def _drop(self, groups: list[Facts]) -> None:
+    def _leave_out_remaining(self, groups: list[Facts]) -> None:
         """If another rank has ended the epoch, leave out the remaining samples, with a warning."""
         if self._options.uneven != "stop" or not self._plan.is_last:
             return
-        count = sum(map(len, groups)) + self._groups.remaining_samples
-        self._groups.end_early(Facts.joined(groups))
+        count = sum(map(len, groups)) + self._reader.remaining_samples
+        self._reader.end_early(Facts.joined(groups))
         self.unemitted_samples += count
         if count:
             warn_user(
                 f'`uneven="stop"`: another rank has ended, so {count} samples of rank {self.rank} '
                 f"are not emitted in epoch {self._epochs.epoch}."
             )
-
-    def _use_present_options(self, *, at_end: bool) -> None:
-        """Plan the remaining steps anew if `exclude` or the limits have changed since the state."""
-        plan = self._plan
-        nodes = [node for node in walk(self.source) if isinstance(node, _GROUP_FORMING_NODES)]
-        keys_changed = any(node.restored.keys_changed for node in nodes)
-        limits_changed = any(node.restored.limits_changed for node in nodes)
-        is_planned = len(plan.settled) or plan.formed
-        if keys_changed and not at_end and self._filler.samples is not None:
-            filler = self._filler.samples.without_data()[0]
-            if any(filler in node.excluded for node in nodes):
-                self._filler.keep(None)
-        if at_end or not is_planned or loading().leaves_epoch:
-            return
-        if not (keys_changed or limits_changed):
-            return
-        emitted = plan.settled.emitted
-        micro_step = emitted % self.accumulate
-        groups = self._groups
-        plans_anew = not isinstance(groups, GroupReader) or groups.plans_anew
-        if keys_changed and (not plans_anew or micro_step):
-            cause = (
-                f"it is within an optimizer step of {self.accumulate} steps, of which {micro_step} "
-                "were weighed by a total that counts these samples. Resume from a state that was "
-                "saved after an optimizer step, or without the new keys in `exclude`"
-            )
-            if not plans_anew:
-                cause = (
-                    "its source must be a `WindowBucketer` or `PlannedGroups` itself, since a "
-                    "node in between may hold samples. Resume from a state that was saved after "
-                    "the last step of an epoch"
-                )
-            raise StateError(
-                f"{type(self).__name__} cannot exclude more samples at step {plan.step} of epoch "
-                f"{self._epochs.epoch}: {cause}."
-            )
-        if plans_anew:
-            planned_steps = round_up(emitted, self.accumulate)  # to the end of the optimizer step
-            groups.put_back(plan.replan(planned_steps))

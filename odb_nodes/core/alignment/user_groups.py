@@ -9,6 +9,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._support.arrays import IntArray
+from odb_nodes.core.alignment.aligned_round import damaged_state
 from odb_nodes.core.contract.graph import walk
 from odb_nodes.core.contract.node import call_member, can_restore
 from odb_nodes.core.nodes.exclusions import LeftOutSamples
@@ -26,7 +27,6 @@ from odb_nodes.core.planning.group_planner import UserGroups
 from odb_nodes.core.sample import LeftOut
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.core.step_info import group_of
-from odb_nodes.errors import StateError
 
 _NONE_POOLED = np.empty(0, dtype=np.int64)  # no ordinal: there is no pool here
 
@@ -73,8 +73,9 @@ class GroupReader(LeftOutSamples):
         *_, records_state, payload = content
         ordinals, _ = from_bits(content)
         records = from_records(records_state)
-        if len(ordinals) != len(records if payload is None else payload):
-            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
+        count = len(records if payload is None else payload)
+        if len(ordinals) != count:
+            raise damaged_state(f"it has {count} samples, but {len(ordinals)} ordinals")
         if payload is None:
             samples, self.restored = samples_again(records, self._node, ordinals, "RankAligner")
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from odb_nodes._support.content import is_mapping
+from odb_nodes.core.token_values import is_mapping
 
 MOST_LEAK = 0.02
 """Largest change of other samples, relative to the change of the first sample; ideally 0.
@@ -67,15 +67,15 @@ def leak(model: Any, batch: Mapping[str, Any], compute: Callable[[], Any]) -> fl
     inner = pretrained(model)
     _check_takes_mask(inner, batch)
     start, end = _first_part(batch)
-    changes = False
+    is_flipped = False
     hidden: list[torch.Tensor] = []
 
-    def change(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        if not changes or end is None:
+    def flip_first_sample(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not is_flipped or end is None:
             return output
         return torch.cat((output[:, :start], output[:, start:end].flip(-1), output[:, end:]), dim=1)
 
-    def keep(_module: Any, _args: Any, output: Any) -> None:
+    def record_hidden(_module: Any, _args: Any, output: Any) -> None:
         if is_mapping(output):
             states = output.get("last_hidden_state", output.get("logits"))
         else:
@@ -84,14 +84,15 @@ def leak(model: Any, batch: Mapping[str, Any], compute: Callable[[], Any]) -> fl
             hidden.append(states.detach().float())
 
     modes = [(module, module.training) for module in inner.modules()]
-    hooks = [inner.base_model.register_forward_hook(keep)]
+    hooks = [inner.base_model.register_forward_hook(record_hidden)]
     with suppress(NotImplementedError):
-        hooks.append(inner.get_input_embeddings().register_forward_hook(change))
+        embeddings = inner.get_input_embeddings()
+        hooks.append(embeddings.register_forward_hook(flip_first_sample))
     inner.eval()
     try:
         with torch.no_grad():
             compute()
-            changes = True
+            is_flipped = True
             compute()
     finally:
         for hook in hooks:
@@ -100,9 +101,11 @@ def leak(model: Any, batch: Mapping[str, Any], compute: Callable[[], Any]) -> fl
             module.training = training
     if end is None or len(hidden) != 2:
         return None
-    changed = (hidden[0] - hidden[1]).abs()[0]
-    change_of_first = changed[start:end].max()
-    return float(changed[end:].max() / change_of_first) if change_of_first else None
+    differences = (hidden[0] - hidden[1]).abs()[0]
+    difference_of_first = differences[start:end].max()
+    if not difference_of_first:
+        return None
+    return float(differences[end:].max() / difference_of_first)
 
 
 def pretrained(model: Any) -> Any:
@@ -134,9 +137,10 @@ def _check_takes_mask(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def _first_part(batch: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Return start and end of the first tokens of a row that no token after them may see.
+    """Return the span (start, end) of tokens that only the first sample has.
 
-    They begin behind what the first rows of a sample share. The end is `None` if nothing follows.
+    If the second row shares a prefix with the first, `start` is after the prefix. `end` is `None`
+    if no sample follows.
     """
     if not isinstance(ids := batch.get("input_ids"), torch.Tensor):
         return 0, None
@@ -147,7 +151,7 @@ def _first_part(batch: Mapping[str, Any]) -> tuple[int, int | None]:
     elif (positions := batch.get("position_ids")) is not None:
         positions = positions.reshape(-1, width)
         begins = (positions == 0).all(dim=0)
-        if len(positions) == 1:  # A row that shares tokens goes on from their end.
+        if len(positions) == 1:  # The positions of a row that shares tokens continue after them.
             begins[1:] |= positions[0].diff() != 1
         starts = begins.nonzero().flatten().tolist()
         end = starts[1] if len(starts) > 1 else width

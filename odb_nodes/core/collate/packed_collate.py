@@ -216,9 +216,9 @@ class PackedCollate(TokenRows):
 
 
 def _ends(starts: IntArray, shared: IntArray, width: int) -> IntArray:
-    """Return for each token where the tokens end that may attend to it, (T,)."""
+    """Return `ends`, (T,): token j attends to token i if i <= j < ends[i]."""
     ends = np.arange(1, width + 1)  # Padding attends to itself alone.
-    path = ends[:0]  # where the tokens of the row are, those that it shares included
+    path = ends[:0]  # the tokens of the row, with those that it shares
     for start, stop, count in zip(starts[:-1], starts[1:], shared, strict=True):
         ends[path[count:]] = start
         path = np.concatenate((path[:count], np.arange(start, stop)))
@@ -227,7 +227,7 @@ def _ends(starts: IntArray, shared: IntArray, width: int) -> IntArray:
 
 
 def _mask(ends: IntArray, dtype: torch.dtype) -> torch.Tensor:
-    """Return the (1, 1, T, T) mask of causal attention, to a token by all until its end."""
+    """Return the (1, 1, T, T) mask: token j attends to token i if i <= j < ends[i]."""
     tokens = torch.arange(len(ends))
     allowed = (tokens[:, None] < torch.from_numpy(ends)).tril()[None, None]
     if dtype is torch.bool:

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odb_nodes._support.arrays import INT64
 from odb_nodes._support.checks import check_choice
-from odb_nodes._support.content import INT64
 from odb_nodes.core.collate.token_rows import GroupRows, TokenRows
 from odb_nodes.core.planning.budget import Layout, Shape, fit_shape
 from odb_nodes.core.sample import IGNORE_INDEX

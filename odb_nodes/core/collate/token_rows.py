@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odb_nodes._support.arrays import INT64
 from odb_nodes._support.checks import check_count, check_integer, check_names, keep_count
-from odb_nodes._support.content import INT64, array_of_ints, flatten_row, is_mapping
 from odb_nodes.core.collate.protocol import NewTensor, copy_for_collate, new_tensor
 from odb_nodes.core.planning.budget import Layout, Shape, TokenBudget
 from odb_nodes.core.processing.columns import DataColumns, RowsLike
 from odb_nodes.core.sample import IGNORE_INDEX, LazyData
 from odb_nodes.core.sample_block import SampleBlock
+from odb_nodes.core.token_values import array_of_ints, flatten_row, is_mapping
 from odb_nodes.errors import SampleError
 
 Rows = TypeVar("Rows", bound="TokenRows")
@@ -184,43 +185,47 @@ class GroupRows:
 class GroupColumns(GroupRows):
     """The samples of a group whose data are in columns, from which rows are copied directly."""
 
-    def __init__(self, block: SampleBlock, ids: Mapping[int, RowsLike], new: NewTensor) -> None:
-        self._holders, self._ids, self.new = block.holders, ids, new
+    def __init__(
+        self, block: SampleBlock, token_columns: Mapping[int, RowsLike], new: NewTensor
+    ) -> None:
+        self._holders = block.holders
+        self._token_columns = token_columns  # by holder: the columns with values per token
+        self.new = new
         self._places = [*block.places()]
         self._spans: list[tuple[int, int, int]] = []  # holder, and where a row starts and stops
-        for number, row in self._places:
-            offsets, _ = ids[number]
-            self._spans.append((number, offsets[row], offsets[row + 1]))
+        for holder, row in self._places:
+            offsets, _ = token_columns[holder]
+            self._spans.append((holder, offsets[row], offsets[row + 1]))
         self.keys = next(iter(block.holders.values())).keys
         self.lengths = [stop - start for _, start, stop in self._spans]
 
     @classmethod
     def of(cls, block: SampleBlock, new: NewTensor = new_tensor) -> GroupColumns | None:
         """Return a group; `None` if some of its `input_ids` are not in columns."""
-        ids: dict[int, RowsLike] = {}
+        token_columns: dict[int, RowsLike] = {}
         keys = None
-        for number, data in block.holders.items():
+        for holder, data in block.holders.items():
             rows = data.rows_like("input_ids") if isinstance(data, DataColumns) else None
-            if rows is None or (ids and data.keys != keys):
+            if rows is None or (token_columns and data.keys != keys):
                 return None
-            ids[number] = rows
+            token_columns[holder] = rows
             keys = data.keys
-        return cls(block, ids, new) if ids else None
+        return cls(block, token_columns, new) if token_columns else None
 
     def values(self, key: str) -> list[Any]:
         """Return the values of a key."""
-        columns = {number: data.column(key) for number, data in self._holders.items()}
-        return [columns[number][row] for number, row in self._places]
+        columns = {holder: data.column(key) for holder, data in self._holders.items()}
+        return [columns[holder][row] for holder, row in self._places]
 
     def int64_rows(self, key: str) -> list[Any] | None:
         """Return the values of a key if all are int64 arrays with a value per token."""
         joined: dict[int, Any] = {}
-        for number, (_, values_of_keys) in self._ids.items():
+        for holder, (_, values_of_keys) in self._token_columns.items():
             values = values_of_keys.get(key)
             if values is None or values.dtype != INT64:
                 return None
-            joined[number] = values
-        return [joined[number][start:stop] for number, start, stop in self._spans]
+            joined[holder] = values
+        return [joined[holder][start:stop] for holder, start, stop in self._spans]
 
 
 def block_data(block: SampleBlock) -> list[Any]:

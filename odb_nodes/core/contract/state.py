@@ -17,11 +17,10 @@ from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from zlib_ng.zlib_ng import crc32
 
+from odb_nodes._support.arrays import IntArray, int64_array
 from odb_nodes._support.content import explain_unreadable, is_readable, tensor_bytes
 from odb_nodes.core.contract.config import check_config
 from odb_nodes.errors import StateError
@@ -258,10 +257,10 @@ def unseal_whole(state: object, holder: str, declared: type[S]) -> S:
     return content
 
 
-def integers_of(data: bytes | None, field: str) -> npt.NDArray[np.int64]:
+def integers_of(data: bytes | None, field: str) -> IntArray:
     """Return the integers that a field of a state holds as 8 bytes each."""
     try:
-        return np.frombuffer(data or b"", "<i8").astype(np.int64)
+        return int64_array(data)
     except (ValueError, TypeError) as error:
         raise StateError(f"`{field}` of a state is damaged: {error}. {_EARLIER}") from error
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import int64_bytes
 from odb_nodes._support.checks import check_bool, check_count, check_type
 from odb_nodes._support.processes import resolve_rank
 from odb_nodes.core.contract.state import NodeState, seal_whole, unseal_whole
@@ -17,7 +18,7 @@ from odb_nodes.core.planning.auto_window import AUTO, WindowSize
 from odb_nodes.core.planning.known_epochs import KnownJob, known_window
 from odb_nodes.core.planning.known_lengths import EpochPlan
 from odb_nodes.core.planning.sample_costs import SampleCosts
-from odb_nodes.core.sources.sharded_sampler import epoch_order
+from odb_nodes.core.sources.dataset_order import epoch_order
 from odb_nodes.errors import StateError
 
 
@@ -116,7 +117,7 @@ class TokenBatchSampler:
         self._settings = {
             **{f"budget.{name}": value for name, value in budget.fingerprint().items()},
             **job,
-            "lengths": f"{len(tokens)}, CRC-32 {zlib.crc32(tokens.astype('<i8').tobytes())}",
+            "lengths": f"{len(tokens)}, CRC-32 {zlib.crc32(int64_bytes(tokens))}",
             "rank": self._rank,
             "shuffle": self._shuffle,
         }

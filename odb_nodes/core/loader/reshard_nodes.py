@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_state
 from odb_nodes.core.alignment.aligned_round import AlignerState, ordinals_of
 from odb_nodes.core.contract.state import SourceState
 from odb_nodes.core.loader.reshard_sources import (
@@ -181,7 +181,7 @@ def _reshard_planned(aligner: NodeStates[AlignerState]) -> list[SourceState]:
             stored, _ = from_bits(state.given)
             waits = np.isin(stored, np.concatenate([*ordinals_of(state.groups), stored[:0]]))
             waiting.append(from_records(records).facts[[ITEM, TOKENS]][:, waits])
-    above = np.concatenate(waiting, axis=1).astype("<i8").tobytes() or None
+    above = int64_state(np.concatenate(waiting, axis=1))
     ranks = [RankProgress(state.is_alone, state.rows, state.taken) for state in planned.states]
     first = planned.states[0]
     earlier = EarlierRanks(ranks, Limits(*first.limits), above)

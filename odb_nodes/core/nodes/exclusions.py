@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_bytes
 from odb_nodes._support.checks import MAX_KEY, check_count, describe
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.contract.state import NodeState, integers_of
@@ -42,7 +42,7 @@ class ExcludedKeys:
         by_source = {source: frozenset(keys[source]) for source in sorted(keys)}
         self._keys = {source: keys for source, keys in by_source.items() if keys}
         self._state: ExcludedState = {
-            source: np.array(sorted(keys), "<i8").tobytes() for source, keys in self._keys.items()
+            source: int64_bytes(sorted(keys)) for source, keys in self._keys.items()
         }
 
     @classmethod

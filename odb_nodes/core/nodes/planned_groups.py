@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_array, int64_bytes
 from odb_nodes._support.checks import check_bool, check_count, check_integer, check_type
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes.core.collate.protocol import Collate, takes_step
@@ -45,7 +45,7 @@ from odb_nodes.core.processing.chunk_node import ChunkNode
 from odb_nodes.core.processing.chunk_runner import cannot_collate
 from odb_nodes.core.sample import ItemKey, LeftOut, name_of
 from odb_nodes.core.sample_block import ITEM, KEY, ItemKeys, SampleBlock
-from odb_nodes.core.sources.sharded_sampler import BlockPermutation, epoch_order, shuffle_blocks
+from odb_nodes.core.sources.dataset_order import DatasetOrder
 from odb_nodes.errors import SampleError, StateError
 
 _FIELDS_OF_PLAN = (
@@ -153,9 +153,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._shuffle = check_bool("shuffle", shuffle)
         check_type("step_time", step_time, StepTime | None)
         self.exclude = ExcludedKeys.of(exclude)
-        self._data_id: str | None = getattr(data, "data_id", None)
-        self._file_versions: dict[str, str] = getattr(data, "file_versions", {})
-        self._blocks = None if data is None else shuffle_blocks(data)
+        self._dataset_order = DatasetOrder(data)
         self._gives_keys: bool = getattr(process_fn, "gives_keys", False)
         self.why_not_collated = _why_not_collated(collate, workers or WorkerOptions())
         """The reason why this process makes the batches; "" if workers make them."""
@@ -171,7 +169,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             step_time=step_time,
         )
         self._make_group = GroupMaker(None)  # for a group that a worker could not send
-        self._lengths_crc = zlib.crc32(self._tokens.astype("<i8").tobytes())
+        self._lengths_crc = zlib.crc32(int64_bytes(self._tokens))
         self._exclusions = ExclusionCounter(self.budget, self.exclude, "sample {}")
         limits = Limits.of(self.budget)
         self._plan = ResumedPlan(self._epoch(), self._rank, limits, self._tokens[:0])
@@ -229,7 +227,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._exclusions.restore(state)
         try:
             if state.is_alone:
-                numbers = np.frombuffer(state.rows or b"", "<i8").astype(np.int64)
+                numbers = int64_array(state.rows)
             else:
                 order = self._order()
                 numbers = order[~self._are_excluded(order)]
@@ -302,16 +300,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the configuration that decides the output."""
-        fields_of_data: dict[str, Any] = {**self._file_versions}
-        if self._data_id is not None:
-            fields_of_data["data_id"] = self._data_id
-        if self._blocks is not None:
-            starts, is_mixed = self._blocks
-            crc = zlib.crc32(np.array(starts, "<i8").tobytes())
-            fields_of_data["mixed_blocks"] = is_mixed
-            fields_of_data["blocks"] = f"{len(starts)}, CRC-32 {crc}"
         return {
-            **fields_of_data,
+            **self._dataset_order.fingerprint(),
             "process_fn": self._name,
             "lengths": f"{len(self._tokens)}, CRC-32 {self._lengths_crc:08x}",
             **{f"budget.{name}": value for name, value in self.budget.fingerprint().items()},
@@ -340,14 +330,9 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     def _order(self) -> IntArray:
         """Return the samples of the epoch in their order, (n,)."""
-        count = len(self._tokens)
-        epoch = self._epochs.shuffle_key
-        seed = self._job.seed
-        if self._blocks is not None and self._shuffle:
-            starts, is_mixed = self._blocks
-            permutation = BlockPermutation(count, starts, is_mixed, hash_ints(seed, epoch))
-            return permutation(np.arange(count))
-        return epoch_order(count, seed, epoch, shuffle=self._shuffle)
+        return self._dataset_order.of_epoch(
+            len(self._tokens), self._job.seed, self._epochs.shuffle_key, shuffle=self._shuffle
+        )
 
     def _are_excluded(self, numbers: IntArray) -> npt.NDArray[np.bool_]:
         """Return which samples are excluded by number; none if `process_fn` sets the keys, (n,)."""

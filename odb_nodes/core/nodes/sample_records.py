@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_array, int64_bytes
 from odb_nodes._support.content import from_bytes, to_bytes
 from odb_nodes._support.encoding import from_plain, interned, to_plain
 from odb_nodes._support.progress import Bar
@@ -174,7 +174,7 @@ def records_of(
     if not len(costs):  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
         return NO_RECORDS
     items = column(ITEM)
-    keys: bytes | None = items.tobytes()
+    keys: bytes | None = int64_bytes(items)
     if ITEM in unusual:
         lacks_key = items == NONE
         if lacks_key.any() and not is_numbered:
@@ -219,7 +219,7 @@ def from_records(state: RecordsState | None, *, is_numbered: bool = False) -> Sa
         facts[TOKENS] = costs & np.uint64(2**32 - 1)
         facts[DIGEST] = costs >> np.uint64(32)
         if key_bytes is not None:
-            facts[ITEM] = np.frombuffer(key_bytes, "<i8")
+            facts[ITEM] = int64_array(key_bytes)
         numbers = _widened(number_bytes or bytes(n), n)
         kinds = [_kind_of(kind) for kind in kinds_state]
         facts[KIND] = np.array([*map(code_of, kinds)] or [0])[numbers]

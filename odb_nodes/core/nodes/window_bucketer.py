@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
 from typing import Any, Literal, get_args
 
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_state
 from odb_nodes._support.checks import check_choice, check_count
 from odb_nodes._support.progress import SlowProgress
 from odb_nodes.core.contract import SourceState, StatefulNode, copy_state
@@ -29,6 +28,7 @@ from odb_nodes.core.nodes.exclusions import (
     ExclusionState,
 )
 from odb_nodes.core.nodes.lazy_samples import Restored, samples_again
+from odb_nodes.core.nodes.pulled_samples import PulledSamples
 from odb_nodes.core.nodes.sample_records import decode_sample, from_records
 from odb_nodes.core.nodes.sample_store import (
     SampleStore,
@@ -253,7 +253,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
             most = min(self.window, self.remaining_samples or self.window)
             progress = SlowProgress("samples in the pool before the first batch", most)
         while (room := self.planner.room()) > 0:
-            pulling = _Pulling(pool.pulled)
+            pulling = PulledSamples(pool.pulled)
             try:
                 while (lacking := room + pool.pulled - pulling.stop) > 0:
                     self._admit(self._items.take(lacking)[0], pulling)
@@ -344,7 +344,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
             has_own_limits=limits != Limits.of(self.budget),
             held=stored,
             numbered=self._numbers_samples,
-            caps=pool.caps.tobytes() or None,
+            caps=int64_state(pool.caps),
             largest_groups=planner.largest_groups,
             window=planner.window_state(),
             **self._exclusions.to_state(),
@@ -435,7 +435,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
     def _interval(self) -> int:
         return max(1, self.planner.window // _SNAPSHOTS_PER_WINDOW)
 
-    def _admit(self, pulled: Sequence[Sample | Skipped], pulling: _Pulling) -> None:
+    def _admit(self, pulled: Sequence[Sample | Skipped], pulling: PulledSamples) -> None:
         """Count the samples that were pulled, and note which of them go into the pool."""
         if isinstance(pulled, SampleBlock) and not self._has_tasks:
             if self._exclusions.admits_all(pulled):
@@ -452,7 +452,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         finally:
             pulling.add(pulled, rows, count)
 
-    def _add(self, pulling: _Pulling) -> None:
+    def _add(self, pulling: PulledSamples) -> None:
         ordinals = np.array(pulling.ordinals, np.int64)
         block = pulling.block()
         if len(block) and self._numbers_samples:
@@ -477,31 +477,3 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
             )
         if self._has_tasks:
             check_has_task(sample)
-
-
-class _Pulling:
-    """Samples that were pulled and are not in the pool yet."""
-
-    def __init__(self, pulled: int) -> None:
-        self.stop = pulled  # samples of the epoch that were pulled so far
-        self.ordinals: list[int] = []  # ordinals of the admitted samples
-        self._admitted: list[Any] = []  # blocks, and lists of samples
-
-    def add(self, pulled: Sequence[Any], rows: Sequence[int], count: int) -> None:
-        """Add `count` pulled samples, of which `rows` are admitted."""
-        self.ordinals += [self.stop + row for row in rows]
-        self.stop += count
-        if isinstance(pulled, SampleBlock):
-            self._admitted.append(pulled if len(rows) == len(pulled) else pulled.take(rows))
-        else:
-            self._admitted.append([pulled[row] for row in rows])
-
-    def block(self) -> SampleBlock:
-        """Return the admitted samples."""
-        blocks: list[SampleBlock] = []
-        for kind, parts in groupby(self._admitted, type):
-            if kind is SampleBlock:
-                blocks += parts
-            else:
-                blocks.append(SampleBlock.of([*chain.from_iterable(parts)]))
-        return SampleBlock.joined(blocks)

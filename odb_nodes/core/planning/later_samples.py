@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_array, int64_state
 from odb_nodes.core.planning.budget import TokenBudget
 from odb_nodes.core.planning.pool import grouping_of
 
@@ -87,7 +87,7 @@ class LaterSamples:
 
     def to_state(self) -> bytes | None:
         """Return the samples as bytes, for `from_states`."""
-        return self._table.astype("<i8").tobytes() or None
+        return int64_state(self._table)
 
     @classmethod
     def from_states(cls, *states: bytes | None, samples: int | None = None) -> LaterSamples:
@@ -95,8 +95,8 @@ class LaterSamples:
 
         samples: number of samples of the dataset.
         """
-        tables = [np.frombuffer(state or b"", "<i8").reshape(4, -1) for state in states]
-        later = cls(np.concatenate(tables, axis=1).astype(np.int64))
+        tables = [int64_array(state).reshape(4, -1) for state in states]
+        later = cls(np.concatenate(tables, axis=1))
         check_numbers(later.numbers, samples)
         return later
 

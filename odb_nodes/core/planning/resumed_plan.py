@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_array, int64_state
 from odb_nodes.core.planning.budget import Limits, TokenBudget
 from odb_nodes.core.planning.known_epochs import KnownJob
 from odb_nodes.core.planning.known_lengths import EpochPlan
@@ -92,7 +92,7 @@ class KnownEpoch:
 
     def waiting_of(self, earlier: EarlierRanks) -> IntArray:
         """Return numbers and tokens of the samples that waited on earlier ranks, (2, n)."""
-        table = np.frombuffer(earlier.waiting or b"", "<i8").astype(np.int64).reshape(2, -1)
+        table = int64_array(earlier.waiting).reshape(2, -1)
         self.checked(table[0])
         return table
 
@@ -115,7 +115,7 @@ class KnownEpoch:
     def checked(self, numbers: bytes | IntArray | None) -> IntArray:
         """Return the samples of a state, checked."""
         if not isinstance(numbers, np.ndarray):
-            numbers = np.frombuffer(numbers or b"", "<i8").astype(np.int64)
+            numbers = int64_array(numbers)
         return check_numbers(numbers, len(self.tokens))
 
 
@@ -157,7 +157,7 @@ class ResumedPlan:
         """The samples that come last."""
         self._given_epoch = epoch
         self._rank, self._is_alone, self._earlier = rank, is_alone, earlier
-        self._numbers_state = numbers.astype("<i8").tobytes() or None if is_alone else None
+        self._numbers_state = int64_state(numbers) if is_alone else None
         order = epoch.checked(numbers)
         for change, ranks in enumerate(earlier):
             if not is_alone:

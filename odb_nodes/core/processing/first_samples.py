@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from odb_nodes._support.content import content_digest, copied
+from odb_nodes._support.content import copied
+from odb_nodes._support.digest import content_digest
 from odb_nodes._support.held_generators import generators_in
 from odb_nodes._support.seeds import GLOBAL_GENERATORS, preserved, put_back, state_of
 from odb_nodes.core.sample import Sample

@@ -20,7 +20,7 @@ from torchdata.nodes import BaseNode, Stateful
 from odb_nodes._compat.datasets import is_plain_table
 from odb_nodes._compat.torchdata import is_random, shuffling_samplers
 from odb_nodes._support.checks import check_iterable
-from odb_nodes._support.processes import has_data_elsewhere
+from odb_nodes._support.processes import may_be_empty
 from odb_nodes._support.seeds import declares_draws
 from odb_nodes.core.contract.graph import walk
 from odb_nodes.core.sources.iterable_source import REPEATABLE, IterableSource, is_stream
@@ -104,7 +104,7 @@ def _check_indexed(dataset: object, world_size: int) -> None:
             f"`dataset` must have a length, but `{type(dataset).__name__}` has none. Make it an "
             "`IterableDataset`, or pass something with `__len__`."
         )
-    if len(dataset) == 0 and not has_data_elsewhere(world_size):
+    if len(dataset) == 0 and not may_be_empty(world_size):
         raise ValueError(
             "`dataset` must have at least 1 sample, but is empty. With `sharded=True`, some of "
             "several ranks may have none."

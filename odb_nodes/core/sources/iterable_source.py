@@ -21,7 +21,7 @@ from torchdata.nodes import Stateful
 from odb_nodes._compat import datasets as hf_datasets
 from odb_nodes._compat.self_splitting import split_by_itself
 from odb_nodes._support.checks import check_bool, check_iterable
-from odb_nodes._support.content import content_digest
+from odb_nodes._support.digest import content_digest
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes._support.processes import resolve_rank
 from odb_nodes._support.progress import SlowProgress

@@ -18,7 +18,7 @@ import numpy as np
 
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_bool, check_integer
-from odb_nodes._support.processes import has_data_elsewhere, resolve_rank
+from odb_nodes._support.processes import may_be_empty, resolve_rank
 from odb_nodes._support.progress import SlowProgress
 from odb_nodes.core.contract import EpochNode
 from odb_nodes.core.contract.node import ItemLocation
@@ -98,7 +98,7 @@ class JsonlSource(ShardedOrder[Any]):
         indices = of_each(lambda file: index_of(file, "lines1", names, _index_lines), self._files)
         self._index = [LineIndex(**index) for index in indices]
         self._ends = [*accumulate(map(len, self._index))]
-        if not self._ends[-1] and not has_data_elsewhere(world_size):
+        if not self._ends[-1] and not may_be_empty(world_size):
             raise ValueError(f"`paths` must hold a record, but {self._files[0]} is empty.")
         self._record_blocks = RecordBlocks(self._files, [index.starts for index in self._index])
         super().__init__(self._record_blocks, shuffle, seed, rank, world_size)

@@ -1,116 +1,27 @@
-"""Source node: the shuffled indices of one rank; the permutation and the share they come from."""
+"""Source node: the shuffled indices of one rank, and the share that they come from."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from odb_nodes._support.arrays import IntArray
-from odb_nodes._support.checks import check_bool, check_count, check_integer
+from odb_nodes._support.arrays import IntArray, int64_array, int64_state
+from odb_nodes._support.checks import check_bool, check_integer
 from odb_nodes._support.hashing import hash_ints
-from odb_nodes._support.processes import has_data_elsewhere, resolve_rank
+from odb_nodes._support.processes import may_be_empty, resolve_rank
 from odb_nodes.core.contract import EpochNode, EpochState
 from odb_nodes.core.sample import ItemKey
 from odb_nodes.core.sample_block import ItemKeys
+from odb_nodes.core.sources.dataset_order import BlockPermutation, DatasetOrder, Permutation
 from odb_nodes.errors import StateError
 
 T = TypeVar("T")
 
 _BLOCK = 1024  # indices computed at a time
-_ORDERED = 1 << 18  # indices of a whole epoch's order computed at a time, in 40 bytes each
 _MAX_SIZE = 2**62  # Indices are computed in 64 bits.
-_ROUNDS = 6
-_MIN_HALF_BITS = 4  # Tiny Feistel halves mix badly.
-_MIXED_BLOCKS = 4
-_TABLE_SIZE = 64  # Up to this size, most values of the smallest network are outside: use a table.
-
-
-# --- a permutation --------------------------------------------------------------------------------
-
-
-class Permutation:
-    """A permutation of `range(size)`, decided by a seed and computed element by element.
-
-    A balanced Feistel network over the next larger power of four. Results outside the range are
-    encrypted again until they fall into it (Black and Rogaway, "Ciphers with Arbitrary Finite
-    Domains", 2002). Only integer arithmetic decides the result, and no library's version.
-    """
-
-    def __init__(self, size: int, seed: int) -> None:
-        self._size = size
-        bits = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
-        self._half = np.uint64(bits)
-        self._mask = np.uint64((1 << bits) - 1)
-        self._keys = [np.uint64(hash_ints(seed, index)) for index in range(_ROUNDS)]
-        self._table: npt.NDArray[np.uint64] | None = None
-        if size <= _TABLE_SIZE:
-            self._table = self._encrypt(np.arange(1 << 2 * bits, dtype=np.uint64))
-
-    def __call__(self, positions: IntArray) -> IntArray:
-        """Return the elements at `positions`: (n,) int64 in `range(size)` -> (n,) int64."""
-        elements = self._map(positions.astype(np.uint64))
-        outside = np.flatnonzero(elements >= self._size)
-        while outside.size:
-            elements[outside] = self._map(elements[outside])
-            outside = outside[elements[outside] >= self._size]
-        return elements.astype(np.int64)
-
-    def _map(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        return self._encrypt(values) if self._table is None else self._table[values]
-
-    def _encrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        high, low = values >> self._half, values & self._mask
-        for key in self._keys:
-            mixed = (low ^ key) * np.uint64(0xBF58476D1CE4E5B9)
-            mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
-            high, low = low, high ^ ((mixed >> np.uint64(32)) & self._mask)
-        return (high << self._half) | low
-
-
-def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> IntArray:
-    """Return the order of an epoch whose samples are in no blocks, (size,)."""
-    order = np.arange(size)
-    if shuffle:
-        permutation = Permutation(size, hash_ints(seed, epoch))
-        for start in range(0, size, _ORDERED):
-            part = order[start : start + _ORDERED]
-            part[:] = permutation(part)
-    return order
-
-
-class BlockPermutation:
-    """A permutation of `range(size)` that keeps the elements of a block close to each other.
-
-    The blocks are permuted, and then the elements within each run of `mixed` blocks.
-    """
-
-    def __init__(self, size: int, starts: Sequence[int], mixed: int, seed: int) -> None:
-        sizes = np.diff([*starts, size])
-        order = Permutation(len(sizes), seed)(np.arange(len(sizes)))
-        self._mixed, self._seed = mixed, seed
-        self._starts = np.asarray(starts, np.int64)[order]
-        self._ends = np.cumsum(sizes[order])  # of each block, among the positions
-
-    def __call__(self, positions: IntArray) -> IntArray:
-        """Return the elements at `positions`: (n,) int64 in `range(size)` -> (n,) int64."""
-        elements = np.empty_like(positions)
-        ends = self._ends
-        mixes = np.searchsorted(ends, positions, "right") // self._mixed
-        for mix in np.unique(mixes).tolist():
-            first = mix * self._mixed
-            is_in_mix = mixes == mix
-            begin = int(ends[first - 1]) if first else 0
-            end = int(ends[min(first + self._mixed, len(ends)) - 1])
-            permutation = Permutation(end - begin, hash_ints(self._seed, mix))
-            places = begin + permutation(positions[is_in_mix] - begin)
-            blocks = np.searchsorted(ends, places, "right")
-            elements[is_in_mix] = self._starts[blocks] + places - np.append(0, ends)[blocks]
-        return elements
 
 
 # --- the share of a rank --------------------------------------------------------------------------
@@ -134,7 +45,7 @@ class Share:
         self._rank, self._world_size = rank, world_size
         self.state = state or SamplerState()  # defines the share; its position is not used
         self.done, self._start = self.state.done, self.state.start
-        self._extra: IntArray = np.frombuffer(self.state.extra or b"", "<i8").astype(np.int64)
+        self._extra = int64_array(self.state.extra)
 
     def count(self, size: int) -> int:
         """Return how many of `size` numbers are this rank's, including `done`."""
@@ -179,7 +90,7 @@ def divide_unread(
     extra = np.sort(np.concatenate(parts))
     extra = extra[: int(np.searchsorted(extra, size))]
     return [
-        SamplerState(start=start, extra=extra[rank::world_size].astype("<i8").tobytes() or None)
+        SamplerState(start=start, extra=int64_state(extra[rank::world_size]))
         for rank in range(world_size)
     ]
 
@@ -207,14 +118,10 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         self._sized = size if isinstance(size, Sized) else None
         self._size = len(size) if isinstance(size, Sized) else check_integer("size", size)
         self._shuffle = check_bool("shuffle", shuffle)
-        self._blocks: list[int] | None = None
-        if (blocks := shuffle_blocks(size)) is not None:
-            self._blocks, self._mixed_blocks = blocks
-        self._data_id: str | None = getattr(size, "data_id", None)
-        self._file_versions: dict[str, str] = getattr(size, "file_versions", {})
+        self._order = DatasetOrder(size)
         self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)
-        if self._size == 0 and not has_data_elsewhere(self._world_size):
+        if self._size == 0 and not may_be_empty(self._world_size):
             raise ValueError("`size` must be at least 1, but the dataset is empty.")
         if not 0 <= self._size <= _MAX_SIZE:
             raise ValueError(f"`size` must be in 1..{_MAX_SIZE}, but is {self._size} instead.")
@@ -265,12 +172,10 @@ class ShardedOrder(EpochNode[T, SamplerState]):
     def _go_to(self, position: int) -> None:
         self._position = self._block_start = position
         self._block = []
-        seed = hash_ints(self._seed, self._epochs.shuffle_key)
         self._permutation: Permutation | BlockPermutation | None = None
-        if self._shuffle and self._blocks is not None:
-            self._permutation = BlockPermutation(self._size, self._blocks, self._mixed_blocks, seed)
-        elif self._shuffle:
-            self._permutation = Permutation(self._size, seed)
+        if self._shuffle:
+            seed = hash_ints(self._seed, self._epochs.shuffle_key)
+            self._permutation = self._order.permutation(self._size, seed)
 
     def _take(self, count: int) -> list[int]:
         offset = self._position - self._block_start
@@ -293,37 +198,14 @@ class ShardedOrder(EpochNode[T, SamplerState]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the configuration that decides the output; a state fits only an equal one."""
-        data: dict[str, Any] = {} if self._data_id is None else {"data_id": self._data_id}
-        if self._blocks is not None:
-            starts = zlib.crc32(np.array(self._blocks, "<i8").tobytes())
-            data["blocks"] = f"{len(self._blocks)}, CRC-32 {starts}"
-            data["mixed_blocks"] = self._mixed_blocks
         return {
-            **data,
-            **self._file_versions,
+            **self._order.fingerprint(),
             "size": self._size,
             "shuffle": self._shuffle,
             "seed": self._seed,
             "rank": self._rank,
             "world_size": self._world_size,
         }
-
-
-def shuffle_blocks(dataset: Any) -> tuple[list[int], int] | None:
-    """Return the starts of a dataset's blocks, and how many are mixed; `None` without blocks."""
-    if (starts := getattr(dataset, "shuffle_blocks", None)) is None:
-        return None
-    size = len(dataset)
-    mixed = check_count("mixed_blocks", getattr(dataset, "mixed_blocks", _MIXED_BLOCKS))
-    first = np.asarray(starts)
-    are_integers = first.dtype.kind in "iu"
-    bounds = np.append(first.astype(np.int64), size) if are_integers else first
-    if not are_integers or bounds[0] != 0 or (np.diff(bounds) < 0).any():
-        raise ValueError(
-            f"`shuffle_blocks` must be the first index of each block, ascending from 0 to at most "
-            f"{size}, the length of the dataset, but is {starts!r:.200} instead."
-        )
-    return bounds[:-1].tolist(), mixed
 
 
 class ShardedSampler(ShardedOrder[int]):

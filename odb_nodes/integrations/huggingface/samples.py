@@ -11,7 +11,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._support.checks import MAX_COUNT, describe
-from odb_nodes._support.content import flatten_row
 from odb_nodes._support.seeds import declares_draws
 from odb_nodes.core.collate import PackedCollate, PaddingCollate
 from odb_nodes.core.collate.for_budget import collate_for
@@ -21,6 +20,7 @@ from odb_nodes.core.planning import StepTime, TokenBudget
 from odb_nodes.core.planning.step_time import step_time_of
 from odb_nodes.core.sample import CLASS_KEYS, Observation, Skipped
 from odb_nodes.core.step_info import StepInfo
+from odb_nodes.core.token_values import flatten_row
 from odb_nodes.errors import SampleError
 from odb_nodes.integrations.huggingface.config import ODBConfig
 

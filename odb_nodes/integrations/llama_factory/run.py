@@ -279,7 +279,7 @@ def main(args: Mapping[str, Any] | None = None) -> None:
             "`USE_RAY` must not be set: the processes of Ray would train with fixed batches. Start "
             "one process per GPU with torchrun."
         )
-    with compat.changed(run.parsed, run.configured):
+    with compat.patched_training(run.parsed, run.configured):
         tuner.run_exp(factory_arguments, callbacks=[run.check()])
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torchdata.nodes import Stateful
 
 from odb_nodes._support.checks import check_type, describe
-from odb_nodes._support.content import difference, explain_unreadable, is_readable
+from odb_nodes._support.content import explain_unreadable, is_readable
+from odb_nodes._support.difference import difference
 from odb_nodes._support.seeds import save_rngs
 from odb_nodes.core.alignment.exchange import group_rank
 from odb_nodes.core.contract.state_file import load_state, save_state

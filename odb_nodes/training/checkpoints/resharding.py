@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from odb_nodes._support.checks import check_count, check_type
-from odb_nodes._support.content import difference
+from odb_nodes._support.difference import difference
 from odb_nodes.core.alignment.aligned_round import AlignerState
 from odb_nodes.core.alignment.virtual_ranks import VirtualState
 from odb_nodes.core.contract import copy_state

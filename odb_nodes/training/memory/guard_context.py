@@ -93,7 +93,8 @@ class GuardContext:
         if self.rule.world_size == 1:
             return
         if self._peers is None:
-            self._peers = self.aligner.peers.another(2 * self.aligner.accumulate)
+            message_size = 2 * self.aligner.accumulate
+            self._peers = self.aligner.peers.with_new_connections(message_size)
         self.stop_watching()
         self._peers.begin()
         self.channel, self.rank = self._peers.channel, self._peers.channel.rank

@@ -25,7 +25,7 @@ from odb_nodes import (
 )
 from odb_nodes.core.sources import ShardedSampler, kept_index, tar_dataset
 from odb_nodes.core.sources.data_file import LocalFile
-from odb_nodes.core.sources.sharded_sampler import BlockPermutation
+from odb_nodes.core.sources.dataset_order import BlockPermutation
 
 SIZES = [130, 0, 75]
 

@@ -17,7 +17,8 @@ from torchdata.nodes import SamplerWrapper
 
 from odb_nodes import ShardedSampler, StateError, WeightedSampler
 from odb_nodes.core.contract.config import loading_with
-from odb_nodes.core.sources.sharded_sampler import Permutation, Share, divide_unread
+from odb_nodes.core.sources.dataset_order import Permutation
+from odb_nodes.core.sources.sharded_sampler import Share, divide_unread
 
 CONFIG = {"size": 10, "shuffle": True, "seed": 5, "rank": 1, "world_size": 2}
 

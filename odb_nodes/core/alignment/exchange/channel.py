@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.arrays import IntArray, int64_array, int64_bytes
 from odb_nodes.core.alignment.exchange.base import Exchange, Interrupted, ProcessGroupLike
 from odb_nodes.core.alignment.exchange.gloo import resolve_exchange
 from odb_nodes.errors import PeerError, StateError
@@ -99,7 +99,7 @@ class Channel:
             for start in range(0, -(-max(sizes) // 8), self.capacity)
         ]
         whole = np.concatenate([np.empty((self.world_size, 0), dtype=np.int64), *parts], axis=1)
-        return [_as_bytes(row)[:size] for row, size in zip(whole, sizes, strict=True)]
+        return [int64_bytes(row)[:size] for row, size in zip(whole, sizes, strict=True)]
 
     def fail(self, error: BaseException, where: str) -> None:
         """Send the error of this rank to the other ranks, and ignore their errors."""
@@ -236,16 +236,12 @@ class Meeting(Channel):
 
 
 def _text(row: IntArray) -> str:
-    data = _as_bytes(row[_HEADER : _HEADER + int(row[_LENGTH])])
+    data = int64_bytes(row[_HEADER : _HEADER + int(row[_LENGTH])])
     return data.rstrip(b"\0").decode(errors="replace")
 
 
 def _as_integers(data: bytes) -> IntArray:
-    return np.frombuffer(data + b"\0" * (-len(data) % 8), dtype="<i8").astype(np.int64)
-
-
-def _as_bytes(integers: IntArray) -> bytes:
-    return integers.astype("<i8").tobytes()
+    return int64_array(data + b"\0" * (-len(data) % 8))
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, str]:

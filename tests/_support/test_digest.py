@@ -1,13 +1,11 @@
-"""Digests of samples, equal where they are equal, however they are stored; rows of integers."""
+"""Digests of samples, equal where they are equal, however they are stored; hashes of integers."""
 
 import copy
-import enum
 import math
 import subprocess
 import sys
 import time
 import zlib
-from collections import UserDict
 from functools import partial
 
 import numpy as np
@@ -15,18 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from odb_nodes import PerSource
-from odb_nodes._support.content import (
-    array_of_ints,
-    content_digest,
-    difference,
-    flatten_row,
-    tensor_bytes,
-)
+from odb_nodes._support.content import tensor_bytes
+from odb_nodes._support.digest import content_digest
 from odb_nodes._support.hashing import hash_ints, hash_rows, stable_name
-from odb_nodes.errors import SampleError
 
 
 def matrix(number, *changed):
@@ -116,59 +107,9 @@ def test_fractions_are_digested_about_as_fast_as_integers():
 
 def test_a_digest_is_the_same_in_every_process():
     item = {"id": "x", "ids": [1, 2]}
-    code = f"from odb_nodes._support.content import content_digest; print(content_digest({item}))"
+    code = f"from odb_nodes._support.digest import content_digest; print(content_digest({item}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(run.stdout) == content_digest(item)
-
-
-INT32 = st.integers(-(2**31), 2**31 - 1)
-BYTES_OF_TAGS = st.sampled_from([0x69, 0x6969, 0x69696969, ord("l"), ord("I")])
-OTHERS = st.one_of(
-    *(st.integers(), st.booleans(), st.floats(), st.none(), st.text(max_size=5)),
-    *(st.binary(max_size=10), st.lists(INT32, max_size=3), st.tuples(INT32)),
-    *(st.integers(-100, 100).map(make) for make in (np.int64, np.int32, torch.tensor)),
-    *(st.just(enum.IntEnum("Some", "one").one), st.just(object())),
-)
-
-
-@given(st.lists(INT32 | BYTES_OF_TAGS, min_size=1))
-def test_ints_of_32_bits_become_the_array_that_numpy_makes(values):
-    expected, array = np.asarray(values), array_of_ints(values)
-    assert array.dtype == expected.dtype and array.tolist() == values
-    assert array.flags.c_contiguous and array.flags.writeable and array.flags.owndata
-
-
-@given(st.lists(INT32 | BYTES_OF_TAGS | OTHERS))
-def test_other_lists_become_no_array(values):
-    plain = bool(values) and all(type(v) is int and -(2**31) <= v < 2**31 for v in values)
-    assert (array_of_ints(values) is not None) == plain
-
-
-def test_a_list_that_holds_itself_becomes_no_array():
-    values = [1]
-    values.append(values)
-    assert array_of_ints(values) is None
-
-
-@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
-def test_rows_and_their_batches_of_one_are_rows(kind):
-    assert list(flatten_row("input_ids", kind([3, 4]))) == [3, 4]
-    assert list(flatten_row("input_ids", kind([[3, 4]]))) == [3, 4]
-
-
-@pytest.mark.parametrize("values", ["text" * 1000, {"input_ids": [1] * 1000}, UserDict(a=[1]), 5])
-def test_what_is_no_row_is_cut_in_the_error(values):
-    with pytest.raises(
-        SampleError, match=r"`input_ids` must be a list.*\[\"input_ids\"\]"
-    ) as caught:
-        flatten_row("input_ids", values)
-    assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_list_of_integers_of_numpy_or_torch_is_a_row(kind, count):
-    assert len(flatten_row("input_ids", [kind(5)] * count)) == count
 
 
 # --- hashes of integers, and names of callables: what an object declares of itself ---------------
@@ -218,42 +159,3 @@ class Plain:
 )
 def test_an_object_is_known_by_the_name_that_it_declares_or_its_class(named, name):
     assert stable_name(named) == name
-
-
-class LargestResult(TorchDispatchMode):
-    """Notes the bytes of the largest tensor that is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.most_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.most_bytes = max(self.most_bytes, result.nbytes)
-        return result
-
-
-@pytest.mark.parametrize(
-    ("expected_value", "value", "message"),
-    [
-        (torch.zeros(2, 3), torch.tensor([[0.0] * 3, [0, 1, 1]]), "[(1, 1)] is 1.0 instead of 0.0"),
-        (np.array([1, 2]), np.array([1, 3]), "[(1,)] is 3 instead of 2"),
-        (np.array(1), np.array(2), "[()] is 2 instead of 1"),
-        (torch.tensor(math.nan), torch.tensor(0.0), "[()] is 0.0 instead of nan"),
-        (np.array([math.nan]), np.array([math.nan]), None),
-        (torch.zeros(0, 3), torch.zeros(0, 3), None),
-        (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), None),
-        (torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse(), "[(0, 0)] is 2.0 instead of 1.0"),
-        ({1: 2, "a": 3}, {"1": 2, "a": 3}, " has keys ['1', 'a'] instead of ['a', 1]"),
-    ],
-)
-def test_the_first_place_that_differs_is_named(expected_value, value, message):
-    assert difference(expected_value, value) == message
-
-
-def test_large_tensors_that_differ_take_less_memory_than_they_have():
-    zeros, ones = torch.zeros(100, 100), torch.ones(100, 100)
-    with LargestResult() as largest:
-        assert difference(zeros, ones) == "[(0, 0)] is 1.0 instead of 0.0"
-    assert 0 < largest.most_bytes < zeros.nbytes

@@ -194,6 +194,7 @@ def modules():
     return sources_of(ROOT)
 
 
+@pytest.mark.fast
 def test_every_import_goes_to_the_same_or_an_earlier_room_and_in_no_circle(modules):
     upward = upward_imports(modules)
     assert not upward, "\n".join(upward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchdata.nodes import BaseNode
 
@@ -11,9 +11,6 @@ from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes.core.contract.graph import walk
 from odb_nodes.core.contract.node import check_node
 from odb_nodes.core.nodes.exclusions import ExcludedKeys
-
-if TYPE_CHECKING:
-    from odb_nodes.core.loader.loader import Loader
 
 
 def check_root(root: BaseNode[Any]) -> None:
@@ -46,7 +43,7 @@ _owners: weakref.WeakKeyDictionary[BaseNode[Any], weakref.ref[Any]] = weakref.We
 """The `Loader` that last iterated a node. Two loaders would take each other's items."""
 
 
-def claim(root: BaseNode[Any], loader: Loader[Any]) -> None:
+def claim(root: BaseNode[Any], loader: object) -> None:
     """Note that `loader` iterates the nodes of a graph; raise if another loader iterates a node."""
     if (node := iterated_elsewhere(root, loader)) is not None:
         raise RuntimeError(
@@ -58,7 +55,7 @@ def claim(root: BaseNode[Any], loader: Loader[Any]) -> None:
         _owners[node] = weakref.ref(loader)
 
 
-def iterated_elsewhere(root: BaseNode[Any], loader: Loader[Any]) -> BaseNode[Any] | None:
+def iterated_elsewhere(root: BaseNode[Any], loader: object) -> BaseNode[Any] | None:
     """Return a node of a graph that another `Loader` iterates; `None` if there is no such node."""
     for node in walk(root):
         owner = _owners[node]() if node in _owners else None

@@ -40,7 +40,6 @@ LossKind = Literal["divided", "token_mean", "sample_mean"]
 _TRAINER_ARGUMENTS = {
     "accumulate": "set `gradient_accumulation_steps` of the `TrainingArguments`",
     "batch_size": "`token_budget` bounds a batch, and `TokenBudget(max_samples=)` its samples",
-    "collate_fn": "pass `data_collator` to the trainer",
     "num_workers": "set `dataloader_num_workers` of the `TrainingArguments`",
     "seed": "set `data_seed` of the `TrainingArguments`",
 }

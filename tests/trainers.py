@@ -648,7 +648,7 @@ def jobs_on_ranks(trainer, world_size, *jobs):
     folder = Path(jobs[0]["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     argument = json.dumps([trainer, jobs], default=str)
-    return on_ranks(folder, world_size, "t.main()", argument, init=False)
+    return on_ranks(folder, world_size, "trainers.main()", argument, init=False)
 
 
 def main():

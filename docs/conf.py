@@ -109,7 +109,7 @@ def parameters_of(value: Any) -> str:
 def first_sentence(docstring: str) -> str:
     """Return the first sentence of a docstring on one line."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
-    return re.split(r"(?<=[.:;])\s(?=[A-Z])|;\s", paragraph)[0].rstrip(":;")
+    return re.split(r"(?<=[.:;])\s(?=[A-Z])|;\s", paragraph)[0].rstrip(".:;") + "."
 
 
 def api_page() -> str:

@@ -83,7 +83,7 @@ def _check_parts(node: BaseNode[Any]) -> None:
             f"the threads of `{type(node).__name__}` cannot be found in torchdata "
             f"{version('torchdata')}, so they cannot be stopped, and a reset could lose items. "
             "Install a version that docs/versions.md names, or use `odb_nodes.ParallelProcessor` "
-            "and `odb_nodes.nodes.ReadAhead` instead."
+            "and `odb_nodes.ReadAhead` instead."
         )
 
 

@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import s3fs  # type: ignore[import-untyped]  # noqa: F401 - before the clock starts
 import torch
 
 from comparing.common import Row, Table, attempts, in_ranks, isolated, rival
@@ -104,7 +105,7 @@ def upload(name: str, content: bytes) -> None:
 
     client = boto3.client("s3")
     client.create_bucket(Bucket=BUCKET)
-    client.put_object(Bucket=BUCKET, Key=name, Body=content)
+    client.put_object(Bucket=BUCKET, Key=name, Body=content, ACL="public-read")  # for `curl`
 
 
 def write_parquet(texts: Texts) -> None:
@@ -194,6 +195,7 @@ def write_litdata(texts: Texts, folder: Path) -> None:
 def litdata(folder: Path, workers: int) -> Batches:
     """Run LitData."""
     package = rival("litdata")
+    rival("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = "true"
     dataset = package.StreamingDataset(
         f"s3://{BUCKET}/litdata",
         cache_dir=str(folder / "litdata-cache"),
@@ -362,7 +364,10 @@ def contenders(options: argparse.Namespace, url: str, folder: Path) -> dict[str,
     }
     writers = {"LitData": write_litdata, "Streaming": write_streaming}
 
+    modules = {"WebDataset, tar": "webdataset", "LitData": "litdata", "Streaming": "streaming"}
+
     def run_rival(name: str) -> Row:
+        rival(modules[name])  # before the clock starts
         if name in writers:
             written = folder / name.lower()
             isolated(writers[name], texts, written, limit_s=TIMEOUT_S)
@@ -390,8 +395,10 @@ def main() -> None:
         for write in (write_parquet, write_tar):
             write(texts)
         runs = contenders(options, url, Path(folder))
-        only = options.only or runs
-        rows = attempts({name: run for name, run in runs.items() if name in only})
+        rows: dict[str, Row] = {}
+        for name in options.only or runs:
+            rows |= (row := attempts({name: runs[name]}))
+            print(*row.values(), file=sys.stderr, flush=True)
     columns = dict.fromkeys(column for row in rows.values() for column in row)
     table = Table(
         "Object store",

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from odb_nodes._support.text import counted
 from odb_nodes._support.user_warning import warn_user
-from odb_nodes.core.sources.data_file import DataFile, data_file, is_url, matching, of_each
+from odb_nodes.core.sources.data_file import DataFile, LocalFile, is_url, of_each
+from odb_nodes.core.sources.stored_file import StoredFile, matching
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -113,7 +114,7 @@ def open_files(paths: Paths, kind: FileKind) -> list[DataFile]:
                 f"`paths` must name files, but {path!r} has none. Check bucket and path."
             )
     check_files(files)
-    return of_each(data_file, files)
+    return of_each(lambda path: (StoredFile if is_url(path) else LocalFile)(path), files)
 
 
 def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:

@@ -23,9 +23,10 @@ from odb_nodes._support.progress import SlowProgress
 from odb_nodes.core.contract import EpochNode
 from odb_nodes.core.contract.node import ItemLocation
 from odb_nodes.core.sample import ItemKey
-from odb_nodes.core.sources.data_file import DataFile, RecordBlocks, of_each
+from odb_nodes.core.sources.data_file import DataFile, of_each
 from odb_nodes.core.sources.data_files import JSON_LINES, Paths, open_files
 from odb_nodes.core.sources.kept_index import Index, index_of
+from odb_nodes.core.sources.record_blocks import RecordBlocks
 from odb_nodes.core.sources.sharded_sampler import ShardedOrder
 from odb_nodes.errors import SampleError, StateError
 

@@ -15,9 +15,10 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 from odb_nodes._support.progress import SlowProgress
-from odb_nodes.core.sources.data_file import DataFile, RecordBlocks, data_id_of, of_each
+from odb_nodes.core.sources.data_file import DataFile, data_id_of, of_each
 from odb_nodes.core.sources.data_files import TAR, Paths, open_files
 from odb_nodes.core.sources.kept_index import Index, index_of
+from odb_nodes.core.sources.record_blocks import RecordBlocks
 
 KEY = "__key__"
 _ARRAYS = ("firsts", "starts", "sizes", "name_ends", "names")  # of the index

@@ -28,7 +28,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.core.sources import data_file, range_cache
+from odb_nodes.core.sources import range_cache, record_blocks, stored_file
 
 RECORDS = 120
 THREADS = {"workers": WorkerOptions(num_workers=2, method="thread")}
@@ -44,9 +44,9 @@ def store(s3, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(data_file, "WAIT_S", 0.002)
-    monkeypatch.setattr(data_file, "BLOCK_BYTES", 512)
-    monkeypatch.setattr(data_file.RecordBlocks, "mixed_blocks", 2)
+    monkeypatch.setattr(stored_file, "WAIT_S", 0.002)
+    monkeypatch.setattr(record_blocks, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(record_blocks.RecordBlocks, "mixed_blocks", 2)
     s3.proxy.clear()
     return s3
 
@@ -101,7 +101,7 @@ def kind(request):
 @pytest.fixture
 def urls(store, kind, tmp_path, monkeypatch):
     """Two objects of 60 records, in some blocks each."""
-    monkeypatch.setattr(data_file, "BLOCK_BYTES", 8192 if kind == "tar" else 512)
+    monkeypatch.setattr(record_blocks, "BLOCK_BYTES", 8192 if kind == "tar" else 512)
     name = f"{tmp_path.parent.name}-{tmp_path.name}"
     contents = {f"{name}/{n}.{kind}": FORMATS[kind](texts(60 * n)) for n in range(2)}
     return [store.put(path, content) for path, content in contents.items()]
@@ -162,7 +162,7 @@ def test_patterns_and_braces_stand_for_objects(store, kind, urls):
 
 def test_the_records_of_a_block_are_one_request(store, kind, urls):
     dataset = DATASETS[kind](urls)
-    blocks = dataset._blocks if kind == "jsonl" else dataset.shuffle_blocks
+    blocks = (dataset._record_blocks if kind == "jsonl" else dataset).shuffle_blocks
     store.proxy.requests.clear()
     with ODBDataLoader(dataset, token_budget=120, process_fn=sample_of) as loader:
         assert sum(len(ids) for ids, _ in steps(loader)) == RECORDS
@@ -221,7 +221,7 @@ def test_ranks_of_a_machine_search_and_read_an_object_once(store, kind, urls):
     [("503", "Service Unavailable|Slow Down"), ("cut", "not completed"), (1.5, "FSTimeoutError")],
 )
 def test_a_fault_is_tried_again_and_told(fault, message, store, kind, urls, monkeypatch, caplog):
-    monkeypatch.setattr(data_file, "TRY_S", 0.5 if fault == 1.5 else 60.0)
+    monkeypatch.setattr(stored_file, "TRY_S", 0.5 if fault == 1.5 else 60.0)
     loader = loader_of(kind, urls)
     store.proxy.faults = [(fault, 2)]
     with caplog.at_level(logging.WARNING, "odb_nodes"), loader:

@@ -2,27 +2,31 @@
 
     python examples/rollouts.py                # one epoch of prompts, half a minute on 2 cores
     python examples/rollouts.py --resume       # go on from the last checkpoint
-    python examples/rollouts.py --kills 20     # kill the trainer at random moments, then audit
+    python examples/rollouts.py --kills 20     # kill trainer and samplers at random moments
 
-Two processes take prompts from a `FeedSource`, sample four answers to each, and put them. Long
-answers take long. The four answers share a step, since their advantages are relative to one
-another. With `--kills`, the trainer is killed with SIGKILL and started again, while the processes
-that sample go on; then the ledger shows that each prompt was trained once.
+Two processes take prompts from a `FeedSource`, sample four answers to each, and put them. Each
+prompt asks for answers of some length, and takes time for each token: most prompts a twentieth of
+a second, the longest half a second. The four answers share a step, since their advantages are
+relative to one another. With `--kills`, trainer and samplers are killed with SIGKILL and started
+again. The last lines show that each prompt was trained once, and long ones as often as short ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import IO, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,35 +45,35 @@ from odb_nodes import (
     pop_step_info,
 )
 
-ANSWERS, END, VOCABULARY = 4, 0, 32
-MOST_TOKENS = 120
+ANSWERS, VOCABULARY, MOST_TOKENS = 4, 32, 250
 ADDRESS, AUTHKEY = ("127.0.0.1", 29417), b"rollouts of one machine"
-SAVE_EVERY = 5
+SAVE_EVERY, LIMIT_S = 5, 120
 SECONDS_PER_TOKEN = 0.0005
+PROCESSES = multiprocessing.get_context("forkserver")
+
+
+def answer_tokens(prompt: int) -> int:
+    """Return the length of each answer to a prompt: 20 tokens in the median, with a long tail."""
+    return int(min(max(np.random.default_rng(prompt).lognormal(3, 1), 2), MOST_TOKENS))
 
 
 def build_policy() -> torch.nn.Module:
     """Return a policy that sees only the last token."""
     torch.manual_seed(0)
-    head = torch.nn.Linear(32, VOCABULARY)
-    with torch.no_grad():
-        head.bias[END] -= 1.0  # Answers are long at first.
-    return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 32), head)
+    return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 32), torch.nn.Linear(32, VOCABULARY))
 
 
 def sample_answers(policy: torch.nn.Module, prompt: int) -> list[dict[str, np.ndarray]]:
-    """Return the answers to a prompt, each with its advantage: short answers are better."""
+    """Return the answers to a prompt, each with its advantage: even tokens are better."""
     with torch.inference_mode():
         table = policy(torch.arange(VOCABULARY)).softmax(-1).numpy().astype(np.float64)
     table /= table.sum(-1, keepdims=True)
-    answers = []
-    for _ in range(ANSWERS):
-        tokens = [1 + prompt % (VOCABULARY - 1)]
-        while tokens[-1] != END and len(tokens) < MOST_TOKENS:
-            tokens.append(int(np.random.choice(VOCABULARY, p=table[tokens[-1]])))
-        answers.append(np.array(tokens))
-    time.sleep(SECONDS_PER_TOKEN * sum(map(len, answers)))
-    rewards = np.array([-len(answer) for answer in answers], dtype=np.float32)
+    answers = np.full((ANSWERS, answer_tokens(prompt)), prompt % VOCABULARY)
+    for answer in answers:
+        for position in range(1, len(answer)):
+            answer[position] = np.random.choice(VOCABULARY, p=table[answer[position - 1]])
+    time.sleep(SECONDS_PER_TOKEN * answers.size)
+    rewards = (answers % 2 == 0).mean(1).astype(np.float32)
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     return [
         {
@@ -81,10 +85,12 @@ def sample_answers(policy: torch.nn.Module, prompt: int) -> list[dict[str, np.nd
     ]
 
 
-def generate(client: FeedClient, folder: Path) -> None:
+def generate(folder: Path) -> None:
     """Put answers of the newest policy, also to a trainer that is started again."""
+    client = FeedClient(ADDRESS, AUTHKEY)
     policy, version, newest = build_policy(), 0, folder / "policy.pt"
-    while True:
+    driver = multiprocessing.parent_process()
+    while driver is not None and driver.is_alive():
         try:
             for request in client.requests():
                 with suppress(FileNotFoundError, EOFError):
@@ -96,18 +102,21 @@ def generate(client: FeedClient, folder: Path) -> None:
             time.sleep(0.2)  # The trainer is starting.
 
 
-def train(folder: Path, prompts: int, steps: int | None = None, *, resume: bool) -> None:
+def train(options: argparse.Namespace, has_trained: Event | None = None) -> None:
     """Train on each prompt once, and save a checkpoint every few steps."""
-    feed = FeedSource(ShardedSampler(prompts, rank=0, world_size=1), max_ahead=16, timeout_s=120)
-    budget = TokenBudget(1024, layout="packed")
+    folder = options.output
+    prompts = ShardedSampler(options.prompts, shuffle=False, rank=0, world_size=1)
+    feed = FeedSource(prompts, max_ahead=16, timeout_s=LIMIT_S)
+    budget = TokenBudget(ANSWERS * MOST_TOKENS, layout="packed")
     keys = ("input_ids", "labels", "advantages")
     collate = PackedCollate.of(budget, token_keys=keys)
     loader = ODBDataLoader(feed, token_budget=budget, collate_fn=collate, window=4)
     policy = build_policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
-    parts = {"policy": policy, "optimizer": optimizer, "loader": loader}
+    totals: dict[str, Any] = {"prompts": 0, "tokens": 0, "stale": [], "places": 0}
+    parts = {"policy": policy, "optimizer": optimizer, "loader": loader, "totals": totals}
     checkpoints = Checkpoints(folder / "checkpoints", parts)
-    step = checkpoints.load() if resume else 0
+    step = checkpoints.load()
     feed.serve(ADDRESS, AUTHKEY)
     with loader, Ledger(folder / "ledger") as ledger:
         for batch in loader:
@@ -120,40 +129,75 @@ def train(folder: Path, prompts: int, steps: int | None = None, *, resume: bool)
             optimizer.step()
             optimizer.zero_grad()
             ledger.record(info)
+            if has_trained is not None:
+                has_trained.set()
             step += 1
-            feed.oldest_version = max(0, step - 20)
-            mean = info.local_tokens / info.local_samples / ANSWERS
-            print(f"step {step}: loss {loss:.6f}, answers of {mean:.1f} tokens", flush=True)
+            feed.oldest_version = max(0, step - options.stale_after)
+            totals["stale"] += [sample.key for sample in info.left_out]
+            first = min(key for key in info.keys if key is not None)
+            place = totals["prompts"] + len(totals["stale"])  # Prompts are asked for in order.
+            totals["places"] = max(totals["places"], place - first)
+            totals["prompts"] += info.local_samples
+            totals["tokens"] += info.local_tokens
             if step % SAVE_EVERY == 0:
                 checkpoints.save(step)
                 torch.save({"policy": policy.state_dict(), "step": step}, folder / "policy.new")
                 (folder / "policy.new").replace(folder / "policy.pt")
-            if step == steps:
+                even = (ids % 2 == 0).double().mean()
+                print(f"step {step}: loss {loss:.6f}, {even:.0%} even tokens", flush=True)
+            if step == options.steps:
                 break
+    (folder / "totals.json").write_text(json.dumps(totals))
 
 
-def kill_and_audit(folder: Path, prompts: int, kills: int) -> None:
-    """Kill the trainer at random moments, let it end, and audit its ledger."""
-    command = [sys.executable, __file__, "--trainer", "--resume", "--prompts", str(prompts)]
-    command += ["--output", str(folder)]
-    random.seed(kills)
-    killed = 0
+def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Start a process that ends with this one."""
+    process = PROCESSES.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def kill_until_done(options: argparse.Namespace, generators: list[BaseProcess]) -> Counter[str]:
+    """Kill generators and the trainer at random moments, and start them again."""
+    random.seed(options.kills)
+    killed: Counter[str] = Counter()
     while True:
-        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        output = cast("IO[str]", trainer.stdout)
-        output.readline()  # The first step is done.
-        if killed < kills:
-            time.sleep(random.uniform(0, 3))
+        has_trained = PROCESSES.Event()
+        trainer = start(train, options, has_trained)
+        if killed["trainers"] < options.kills:
+            has_trained.wait(LIMIT_S)
+            trainer.join(random.uniform(0, 2))
+            generators.pop(0).kill()
+            generators.append(start(generate, options.output))
+            killed["generators"] += 1
+            trainer.join(random.uniform(0, 2))
             trainer.kill()
-        output.read()
-        code = trainer.wait()
-        if code == 0:
-            break
-        if code != -signal.SIGKILL:
+        trainer.join()
+        if trainer.exitcode == 0:
+            return killed
+        if trainer.exitcode != -signal.SIGKILL:
             raise SystemExit("the trainer failed")
-        killed += 1
-    print(f"killed {killed} times")
-    print(audit(folder / "ledger", size=prompts))
+        killed["trainers"] += 1
+
+
+def report(options: argparse.Namespace, killed: Counter[str]) -> None:
+    """Compare what was trained with what was asked for."""
+    totals = json.loads((options.output / "totals.json").read_text())
+    asked = ANSWERS * sum(map(answer_tokens, range(options.prompts)))
+    stale = ANSWERS * sum(map(answer_tokens, totals["stale"]))
+    print(f"killed {killed['trainers']} trainers and {killed['generators']} generators;", end=" ")
+    print(f"asked for {described(asked, options.prompts)};", end=" ")
+    print(f"trained {described(totals['tokens'], totals['prompts'])};", end=" ")
+    print(f"left out as stale {described(stale, len(totals['stale']))};", end=" ")
+    print(f"none was trained more than {totals['places']} places after its turn")
+    print(audit(options.output / "ledger", size=options.prompts))
+    if options.steps is None and totals["tokens"] + stale != asked:
+        raise SystemExit("the lengths differ")
+
+
+def described(tokens: int, prompts: int) -> str:
+    """Return the number of prompts and the mean length of their answers."""
+    return f"{prompts} prompts of {tokens / ANSWERS / max(prompts, 1):.4f} tokens"
 
 
 def main() -> None:
@@ -163,24 +207,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="most steps of the run (default: one epoch)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--kills", type=int, default=0, help="kill the trainer so many times")
-    parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--stale-after", type=int, default=20, help="steps of age of a policy (%(default)s)"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/rollouts"), help="folder")
     options = parser.parse_args()
     if not options.resume:
         shutil.rmtree(options.output, ignore_errors=True)
     options.output.mkdir(parents=True, exist_ok=True)
-    if options.trainer:
-        train(options.output, options.prompts, resume=True)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    client = FeedClient(ADDRESS, AUTHKEY)
-    for _ in range(2):
-        spawn.Process(target=generate, args=(client, options.output), daemon=True).start()
+    # Imported once for all processes; Adam imports dynamo.
+    PROCESSES.set_forkserver_preload(["torch._dynamo", "odb_nodes.core.loader"])
+    generators = [start(generate, options.output) for _ in range(2)]
+    killed: Counter[str] = Counter()
     if options.kills:
-        kill_and_audit(options.output, options.prompts, options.kills)
+        killed = kill_until_done(options, generators)
     else:
-        train(options.output, options.prompts, options.steps, resume=options.resume)
-        print(audit(options.output / "ledger", size=options.prompts))
+        train(options)
+    report(options, killed)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from odb_nodes.core.planning import StepTime
 from odb_nodes.core.planning.auto_window import AUTO
 from odb_nodes.core.planning.known_epochs import known_window
 from odb_nodes.core.processing import ParallelProcessor, PerSource, WorkerOptions
+from odb_nodes.core.processing.observation import observe_sample
 from odb_nodes.core.processing.options import share_of
 from odb_nodes.core.sources.datasets import dataset_of_rank, is_iterated, source_of
 from odb_nodes.core.sources.feed_source import FeedSource
@@ -197,6 +198,7 @@ def _fed(feed: FeedSource, options: LoaderOptions) -> BaseNode[Any]:
         )
     shares_prefix = getattr(options.collate_fn, "shares_prefix", False)
     observe = RowsObserve(options.observe, options.budget.layout, share_prefix=shares_prefix)
+    feed.check_by(partial(observe_sample, observe=observe))
     return LengthObserver(feed, observe)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
 import uuid
@@ -24,11 +23,11 @@ from odb_nodes._support.checks import MAX_KEY, check_count
 from odb_nodes._support.encoding import decode, encode
 from odb_nodes._support.processes import start_thread
 from odb_nodes.core.sample import Skipped
-from odb_nodes.errors import WorkerError
+from odb_nodes.errors import SampleError, WorkerError
 
 POLL_S = 0.2  # between checks whether a connection or a feed was closed
 _EXIT_S = 5.0  # for the thread that accepts connections
-_HANDSHAKE_S = 10  # for the other end of a new connection to prove that it knows the secret
+_HANDSHAKE_S = 10.0  # for the other end of a new connection to prove that it knows the secret
 _FAREWELL_S = 60.0  # in which clients of a closed feed are told so
 _CLOSED = "closed"  # answers a client of a feed that was closed
 
@@ -120,11 +119,15 @@ class FeedClient:
         """Hand in what was made of a request: see `FeedSource.put`.
 
         Raises:
+            SampleError: the loader refuses the items.
             WorkerError: the feed cannot be reached. The next call connects again.
         """
         key = check_count("key", key, 0, MAX_KEY)
         version = check_count("version", version, 0, MAX_KEY)
-        return self._call("put", key, encoded_items(items), version) is True
+        answer = self._call("put", key, encoded_items(items), version)
+        if isinstance(answer, SampleError):
+            raise answer
+        return answer is True
 
     def close(self) -> None:
         """End the connections of this process; its requests are issued again."""
@@ -157,10 +160,9 @@ class _Line:
             try:
                 if self._connection is None:
                     connection = Client(self._client.address)
-                    _limit_reads(connection, _HANDSHAKE_S)
-                    answer_challenge(connection, self._client.authkey)
-                    deliver_challenge(connection, self._client.authkey)
-                    _limit_reads(connection, 0)
+                    with _limited(connection):
+                        answer_challenge(connection, self._client.authkey)
+                        deliver_challenge(connection, self._client.authkey)
                     self._connection = connection
                 self._connection.send(message)
                 return self._connection.recv()
@@ -175,12 +177,19 @@ class _Line:
                 self._connection = None
 
 
-def _limit_reads(connection: Connection[Any, Any], seconds: int) -> None:
-    """Let a read raise an `OSError` after some seconds, 0: never; notice hosts that are lost."""
+@contextlib.contextmanager
+def _limited(connection: Connection[Any, Any]) -> Iterator[None]:
+    """End a connection whose other end does not complete the block in time; notice lost hosts."""
     with socket.socket(fileno=os.dup(connection.fileno())) as copy:
-        copy.setblocking(True)
-        copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
         copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        timer = threading.Timer(_HANDSHAKE_S, copy.shutdown, (socket.SHUT_RDWR,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # before `copy` is closed
 
 
 class FeedServer:
@@ -220,16 +229,18 @@ class FeedServer:
         holder = ""  # once the client has requested
         try:
             with connection:
-                _limit_reads(connection, _HANDSHAKE_S)
-                deliver_challenge(connection, self.client.authkey)
-                answer_challenge(connection, self.client.authkey)
-                _limit_reads(connection, 0)
+                with _limited(connection):
+                    deliver_challenge(connection, self.client.authkey)
+                    answer_challenge(connection, self.client.authkey)
                 while not self._is_closed.is_set():
                     if not connection.poll(POLL_S):
                         continue
                     name, client, *arguments = connection.recv()
                     if name == "put":
-                        connection.send(self._feed.accept(*arguments))
+                        try:
+                            connection.send(self._feed.accept(*arguments))
+                        except SampleError as error:
+                            connection.send(error)
                         continue
                     holder = client
                     entry = self._feed.issue(arguments[0], client)

@@ -6,9 +6,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torchdata.nodes import BaseNode
 
@@ -30,6 +30,8 @@ from odb_nodes.core.sources.feed_client import (
 from odb_nodes.errors import SampleError, StateError, WorkerError
 
 _SHOWN = 5  # keys that an error names
+_Phase = Literal["waiting", "open", "closed"]
+"""Waiting: until a reset, and after `interrupt`. A reset opens the feed, also a closed feed."""
 
 
 class _Entry(NamedTuple):
@@ -46,6 +48,13 @@ class _Entry(NamedTuple):
     def of_state(cls, saved: tuple[Any, ...]) -> _Entry:
         *key, data, version = saved
         return cls(ItemKey(*key), data, version)
+
+
+def _items_of(data: bytes) -> Any:
+    """Return what was put: the reverse of `encoded_items`."""
+    items = decode(data)
+    is_skipped = isinstance(items, tuple) and items[:1] == (SKIPPED,)
+    return Skipped(*items[1:]) if is_skipped else items
 
 
 @dataclass(kw_only=True)
@@ -109,8 +118,8 @@ class FeedSource(EpochNode[Any, FeedState]):
         self._last_key: ItemKey | None = None
         self._server: FeedServer | None = None
         self._served: tuple[tuple[str, int], bytes] | None = None  # where a reset serves again
-        self._is_open = False  # between a reset and `interrupt` or `close`
-        self._is_closed = False
+        self._phase: _Phase = "waiting"
+        self._check: Callable[[Any], object] | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -163,7 +172,8 @@ class FeedSource(EpochNode[Any, FeedState]):
 
         Raises:
             TypeError, ValueError: an argument is not valid.
-            SampleError: the items hold something that a state cannot hold.
+            SampleError: the items hold something that a state cannot hold, or the loader refuses
+                them, such as a row without `input_ids`. The request stays in flight.
             WorkerError: this is a forked process, which has a copy of the feed. Use `serve`.
         """
         return self.accept(check_count("key", key, 0, MAX_KEY), encoded_items(items), version)
@@ -281,7 +291,7 @@ class FeedSource(EpochNode[Any, FeedState]):
         with self._changed:
             since_s = time.monotonic()
             while not self._finished:
-                if not self._is_open:
+                if self._phase != "open":
                     raise WorkerError("FeedSource was closed while `next` waited for an item.")
                 self._look_ahead()
                 if not self._in_flight and not self._to_issue:
@@ -293,14 +303,12 @@ class FeedSource(EpochNode[Any, FeedState]):
                     raise SampleError(self._why_nothing())
                 self._changed.wait(min(POLL_S, self._timeout_s - waited_s))
             entry = self._finished[0]
-            items = decode(entry.data)
+            items = _items_of(entry.data)
             self._finished.popleft()
             self._last_key = entry.key
             self._changed.notify_all()
             oldest = self._oldest_version
-        if isinstance(items, tuple) and items[:1] == (SKIPPED,):
-            items = Skipped(*items[1:])
-        elif entry.version < oldest:
+        if entry.version < oldest and not isinstance(items, Skipped):
             return Skipped("stale", f"it is of version {entry.version}, older than {oldest}.")
         return items
 
@@ -310,23 +318,29 @@ class FeedSource(EpochNode[Any, FeedState]):
 
     def interrupt(self) -> None:
         """Make a `next` that waits raise, until the next reset."""
-        with self._changed:
-            self._is_open = False
-            self._changed.notify_all()
+        self._leave("waiting")
 
     def close(self) -> None:
         """End `requests` and connections."""
-        self._is_closed = True
-        self.interrupt()
+        self._leave("closed")
         server, self._server = self._server, None
         if server is not None:
             server.close()
 
     # --------------------------------------------------------------------------------------------
 
+    def check_by(self, check: Callable[[Any], object]) -> None:
+        """Have `put` refuse items of which `check` raises."""
+        self._check = check
+
+    def _leave(self, phase: _Phase) -> None:
+        with self._changed:
+            if self._phase != "closed":
+                self._phase = phase
+            self._changed.notify_all()
+
     def _open(self) -> None:
-        self._is_open = True
-        self._is_closed = False
+        self._phase = "open"
         self._pid = os.getpid()
         if self._server is None and self._served is not None:  # after `close`
             self._server = FeedServer(self, *self._served)
@@ -363,8 +377,9 @@ class FeedSource(EpochNode[Any, FeedState]):
         self._check_process()
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while not self._is_closed:
-                if self._is_open and len(self._in_flight) + len(self._finished) < self._max_ahead:
+            while self._phase != "closed":
+                ahead = len(self._in_flight) + len(self._finished)
+                if self._phase == "open" and ahead < self._max_ahead:
                     self._look_ahead()
                     if self._to_issue:
                         entry = self._to_issue.popleft()
@@ -381,6 +396,7 @@ class FeedSource(EpochNode[Any, FeedState]):
         """Take what was made of a request; return whether it was expected."""
         self._check_process()
         check_count("version", version, 0, MAX_KEY)
+        self._check_items(key, data)
         with self._changed:
             if key in self._in_flight:
                 request, _ = self._in_flight.pop(key)
@@ -395,6 +411,17 @@ class FeedSource(EpochNode[Any, FeedState]):
             self._last_put_s = time.monotonic()
             self._changed.notify_all()
             return True
+
+    def _check_items(self, key: int, data: bytes) -> None:
+        if self._check is None:
+            return
+        try:
+            self._check(_items_of(data))
+        except Exception as error:  # of any kind, also the user's
+            raise SampleError(
+                f"the loader refuses what is put for key {key}: {error} Its request stays in "
+                "flight: put other items, or `Skipped(reason)` to leave the key out."
+            ) from error
 
     def issue_again(self, holder: str) -> None:
         """Issue the requests again that a client holds, which has ended."""

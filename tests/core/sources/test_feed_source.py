@@ -31,6 +31,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.core.collate.rows import RowsCollate, RowsObserve
+from odb_nodes.core.sources import feed_client
 from odb_nodes.errors import SampleError
 
 PACKED = TokenBudget(256, layout="packed")
@@ -141,36 +142,43 @@ def test_after_a_restore_at_any_step_each_key_is_trained_once():
             assert sorted(keys[:count] + keys_of(loader)) == [*range(40)]
 
 
-def test_ranks_whose_generators_differ_in_speed_take_the_same_steps_before_and_after_a_restore():
+def test_ranks_of_unlike_speed_train_long_items_as_often_as_short_ones():
+    """Also over a restore: the same steps on both ranks, and each key once, with all its tokens."""
+
+    def tokens_of(index):
+        return sum(len(row["input_ids"]) for row in rows_of(index))
+
     def run(exchange, state=None, stop=None):
         rank = exchange.rank
         feed = FeedSource(ShardedSampler(50, rank=rank, world_size=2), max_ahead=8, timeout_s=30)
 
         def make(index):
-            time.sleep(0.002 * rank)
+            time.sleep(0.00003 * tokens_of(index) * (1 + 4 * rank))
             return rows_of(index)
 
-        keys, state_of = [], None
+        infos, state_of = [], None
         with loader_over(feed, process_group=exchange) as loader, generators(feed, make):
             if state is not None:
                 loader.load_state_dict(state[rank])
             for step, batch in enumerate(loader):
-                info = pop_step_info(batch)
-                keys.append((info.step, [] if info.is_filler else [*info.keys]))
+                infos.append(pop_step_info(batch))
                 if step == stop:
                     state_of = loader.state_dict()
                     break
-        return keys, state_of
+        return infos, state_of
 
-    whole = [keys for keys, _ in on_ranks(2, run)]
+    whole = [infos for infos, _ in on_ranks(2, run)]
     begun = on_ranks(2, partial(run, stop=3))
     states = [state for _, state in begun]
     resumed = on_ranks(2, partial(run, state=states))
     joined = [first + rest for (first, _), (rest, _) in zip(begun, resumed, strict=True)]
     for ranks in (whole, joined):
-        steps = [[step for step, _ in keys] for keys in ranks]
+        steps = [[info.step for info in infos] for infos in ranks]
         assert steps[0] == steps[1] == [*range(len(steps[0]))]
-        assert sorted(key for keys in ranks for _, row in keys for key in row) == [*range(50)]
+        infos = [info for infos in ranks for info in infos if not info.is_filler]
+        assert sorted(key for info in infos for key in info.keys) == [*range(50)]
+        for info in infos:
+            assert info.local_tokens == sum(map(tokens_of, info.keys))
 
 
 def test_a_state_has_what_was_put_and_issues_again_what_was_not():
@@ -222,6 +230,62 @@ def test_a_request_of_which_nothing_can_be_made_is_left_out():
         feed.put(key, Skipped("refused", "by the judge") if key == 1 else rows_of(key))
     items = [next(feed) for _ in range(4)]
     assert items[1] == Skipped("refused", "by the judge")
+
+
+def test_a_request_that_takes_longest_is_issued_first_after_a_restore_at_any_moment():
+    feed = feed_of(12, max_ahead=3)
+    feed.reset()
+    slow = feed.request()
+    for key in range(1, 12):
+        states = [feed.state_dict()]
+        assert feed.request().key == key
+        states.append(feed.state_dict())
+        feed.put(key, rows_of(key))
+        states.append(feed.state_dict())
+        assert next(feed) == rows_of(key)
+        for state in states:
+            again = feed_of(12, max_ahead=3)
+            again.reset(state)
+            assert again.request() == slow
+    feed.put(slow.key, rows_of(slow.item))
+    assert next(feed) == rows_of(slow.item) and next(feed, None) is None
+
+
+@pytest.mark.parametrize("of", [lambda feed: feed, lambda feed: client_of(feed)])
+def test_put_refuses_what_the_loader_cannot_train_on_and_nothing_else_is_lost(of):
+    feed = feed_of()
+    with loader_over(feed) as loader:
+        batches = iter(loader)
+        generator = of(feed)
+        assert generator.request().key == 0
+        with pytest.raises(SampleError, match=r"for key 0: .*`input_ids`.* stays in flight"):
+            generator.put(0, [{"text": "no tokens"}])
+        assert feed.in_flight == [0] and generator.put(0, Skipped("refused"))
+        with generators(feed), pytest.warns(UserWarning, match="refused"):
+            infos = [pop_step_info(batch) for batch in batches]
+    assert sorted(key for info in infos for key in info.keys) == [*range(1, 40)]
+    left_out = [sample for info in infos for sample in info.left_out]
+    assert [(sample.key, sample.reason) for sample in left_out] == [(0, "refused")]
+
+
+def test_a_key_whose_collating_fails_is_excluded_by_name_after_a_restore():
+    def collate(rows):
+        if any(row["input_ids"][0] == 3 for row in rows):
+            raise ValueError("cannot be collated")
+        return PackedCollate.of(PACKED)(rows)
+
+    feed = feed_of()
+    keys = []
+    with loader_over(feed, collate_fn=collate) as loader, generators(feed):
+        with pytest.raises(SampleError, match=r"cannot be collated.*\(key 3\)"):
+            for batch in loader:
+                keys += pop_step_info(batch).keys
+        state = loader.state_dict()
+    feed = feed_of()
+    with loader_over(feed, collate_fn=collate, exclude=[3]) as loader, generators(feed):
+        loader.load_state_dict(state)
+        keys += keys_of(loader)
+    assert sorted(keys) == [*range(3), *range(4, 40)]
 
 
 def test_generators_do_not_run_further_ahead_than_max_ahead():
@@ -444,6 +508,14 @@ def test_a_connection_that_says_nothing_keeps_nobody_out():
             assert client.request().key == 0
             with pytest.raises(WorkerError, match="digest|authkey"):
                 FeedClient(client.address, b"wrong").request()
+
+
+def test_a_connection_that_says_nothing_is_ended(monkeypatch):
+    monkeypatch.setattr(feed_client, "_HANDSHAKE_S", 0.05)
+    with closing(feed_of()) as feed:
+        with socket.create_connection(feed.serve().address, timeout=30) as connection:
+            while connection.recv(4096):  # the challenge, and then the end
+                pass
 
 
 def test_a_client_that_ends_gives_back_only_what_it_holds():

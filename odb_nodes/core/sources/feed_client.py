@@ -137,9 +137,16 @@ class FeedClient:
     def _call(self, name: str, *arguments: Any) -> Any:
         if self._pid != os.getpid():  # A forked child must not use its parent's connections.
             self._begin()
+        lines = self._lines
         try:
-            return self._lines[name].call(name, self._name, *arguments)
+            return lines[name].call(name, self._name, *arguments)
         except (OSError, EOFError, AuthenticationError) as error:
+            # The caller gives up its request, so no line may show the feed that it is still held.
+            # The other line may also be of a trainer that was killed.
+            if self._lines is lines:
+                self._begin()
+            for line in lines.values():
+                line.close(wait=False)
             host, port = self.address
             raise WorkerError(
                 f"the FeedSource at {host}:{port} cannot be reached: {error!r}. It was closed, its "
@@ -170,11 +177,15 @@ class _Line:
                 self._connection = None
                 raise
 
-    def close(self) -> None:
-        with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+    def close(self, *, wait: bool = True) -> None:
+        """End the connection; without `wait`, unless another thread is in a call."""
+        if self._lock.acquire(blocking=wait):
+            try:
+                if self._connection is not None:
+                    self._connection.close()
+                    self._connection = None
+            finally:
+                self._lock.release()
 
 
 @contextlib.contextmanager

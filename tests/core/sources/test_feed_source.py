@@ -547,6 +547,39 @@ def test_after_an_interrupted_call_answers_belong_to_their_calls(monkeypatch):
         assert client.request().key == 2 and client.put(2, rows_of(2))
 
 
+def break_off(line):
+    """End a connection of a client as the kill of its peer does."""
+    with socket.socket(fileno=os.dup(line._connection.fileno())) as copy:
+        copy.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_client_that_has_lost_one_connection_uses_no_other_of_the_same_time():
+    with closing(feed_of()) as feed:
+        feed.reset()
+        client = client_of(feed)
+        assert client.put(client.request().key, rows_of(0))
+        for line in client._lines.values():
+            break_off(line)
+        with pytest.raises(WorkerError, match="cannot be reached"):
+            client.request()
+        assert client.put(client.request().key, rows_of(1))
+
+
+def test_a_request_whose_put_fails_is_issued_again():
+    with closing(feed_of()) as feed:
+        feed.reset()
+        client = client_of(feed)
+        assert client.put(client.request().key, rows_of(0))
+        assert client.request().key == 1
+        break_off(client._lines["put"])
+        with pytest.raises(WorkerError, match="cannot be reached"):
+            client.put(1, rows_of(1))
+        deadline = time.monotonic() + 30
+        while feed.in_flight and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert client.request().key == 1 and client.put(1, rows_of(1))
+
+
 class Interrupted:
     """A connection that is interrupted after a message was sent."""
 

@@ -1,4 +1,4 @@
-"""A trainer of rollouts that is killed at random moments trains each prompt once."""
+"""Rollouts whose trainer and generators are killed at random moments: each prompt once."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "examples" / "rollouts.py"
 
 
-def test_each_prompt_is_trained_once_over_kills(tmp_path):
+def test_each_prompt_is_trained_once_over_kills_and_long_ones_as_often_as_short_ones(tmp_path):
     command = [sys.executable, SCRIPT, "--kills", 2, "--prompts", 150, "--output", tmp_path]
     result = subprocess.run(
         [*map(str, command)],
@@ -22,4 +22,6 @@ def test_each_prompt_is_trained_once_over_kills(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ledger: OK" in result.stdout
     assert re.search(r"epoch 0: complete; \d+ steps; 150 trained", result.stdout)
-    assert re.search(r"^killed [12] times", result.stdout, re.M)
+    line = re.search(r"^killed 2 trainers and 2 generators; .*", result.stdout, re.M)[0]
+    asked, trained, stale = re.findall(r"(\d+) prompts of (\S+) tokens", line)
+    assert asked == trained == ("150", "27.6200") and stale[0] == "0"

@@ -40,6 +40,7 @@ class _Entry(NamedTuple):
     key: ItemKey
     data: bytes  # encoded
     version: int = 0
+    items: Any = None  # decoded, but for an entry of a state
 
     def to_state(self) -> tuple[Any, ...]:
         return (*self.key, self.data, self.version)
@@ -303,7 +304,7 @@ class FeedSource(EpochNode[Any, FeedState]):
                     raise SampleError(self._why_nothing())
                 self._changed.wait(min(POLL_S, self._timeout_s - waited_s))
             entry = self._finished[0]
-            items = _items_of(entry.data)
+            items = _items_of(entry.data) if entry.items is None else entry.items
             self._finished.popleft()
             self._last_key = entry.key
             self._changed.notify_all()
@@ -396,7 +397,7 @@ class FeedSource(EpochNode[Any, FeedState]):
         """Take what was made of a request; return whether it was expected."""
         self._check_process()
         check_count("version", version, 0, MAX_KEY)
-        self._check_items(key, data)
+        items = self._checked_items(key, data)
         with self._changed:
             if key in self._in_flight:
                 request, _ = self._in_flight.pop(key)
@@ -407,21 +408,22 @@ class FeedSource(EpochNode[Any, FeedState]):
             else:
                 self._ignored += 1
                 return False
-            self._finished.append(_Entry(request.key, data, version))
+            self._finished.append(_Entry(request.key, data, version, items))
             self._last_put_s = time.monotonic()
             self._changed.notify_all()
             return True
 
-    def _check_items(self, key: int, data: bytes) -> None:
-        if self._check is None:
-            return
+    def _checked_items(self, key: int, data: bytes) -> Any:
+        items = _items_of(data)
         try:
-            self._check(_items_of(data))
+            if self._check is not None:
+                self._check(items)
         except Exception as error:  # of any kind, also the user's
             raise SampleError(
                 f"the loader refuses what is put for key {key}: {error} Its request stays in "
                 "flight: put other items, or `Skipped(reason)` to leave the key out."
             ) from error
+        return items
 
     def issue_again(self, holder: str) -> None:
         """Issue the requests again that a client holds, which has ended."""

@@ -251,7 +251,9 @@ def test_a_request_that_takes_longest_is_issued_first_after_a_restore_at_any_mom
     assert next(feed) == rows_of(slow.item) and next(feed, None) is None
 
 
-@pytest.mark.parametrize("of", [lambda feed: feed, lambda feed: client_of(feed)])
+@pytest.mark.parametrize(
+    "of", [lambda feed: feed, lambda feed: client_of(feed)], ids=["thread", "client"]
+)
 def test_put_refuses_what_the_loader_cannot_train_on_and_nothing_else_is_lost(of):
     feed = feed_of()
     with loader_over(feed) as loader:

@@ -285,12 +285,11 @@ def _dataset_of(data: str) -> Any:
         if isinstance(saved, dict):
             raise ValueError(f"`{path}` has splits: pass the folder of one, of {sorted(saved)}.")
         return saved
+    if not (glob.has_magic(data) or "{" in data or path.exists() or "://" in data):
+        raise FileNotFoundError(f"there is no `{data}`: pass a file or folder that exists.")
     from odb_nodes.core.sources import JsonlSource, ParquetDataset
-    from odb_nodes.core.sources.data_file import is_url
     from odb_nodes.core.sources.data_files import JSON_LINES, PARQUET, has_files
 
-    if not (glob.has_magic(data) or "{" in data or path.exists() or is_url(data)):
-        raise FileNotFoundError(f"there is no `{data}`: pass a file or folder that exists.")
     folder = Path(data.removesuffix("**"))
     has_parquet = folder.is_dir() and has_files(folder, PARQUET)
     if has_parquet and has_files(folder, JSON_LINES):

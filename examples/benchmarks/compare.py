@@ -1,16 +1,20 @@
 r"""Compare this library with every rival, on the same data, in one command.
 
-    python examples/benchmarks/compare.py                       # all tables, an hour or two
-    python examples/benchmarks/compare.py --only padding resume
+    python examples/benchmarks/compare.py --json run1.json      # all tables
+    python examples/benchmarks/compare.py --json run1.json --only padding resume
     python examples/benchmarks/compare.py --quick               # runs, but shows nothing
+    python examples/benchmarks/check_claims.py run1.json run2.json
 
 The rivals are in no extra of this library. Install them into an environment of its own:
 
-    python3 -m venv rivals && rivals/bin/pip install -c constraints.txt -e '.[examples]' trl peft
-    rivals/bin/pip install -c constraints.txt torch==2.13.0 lhotse==1.33.0 grain==0.2.18 \
+    python3 -m venv rivals
+    rivals/bin/pip install -c constraints.txt -e '.[examples,parquet,s3]' trl peft 'moto[server]'
+    rivals/bin/pip install -c constraints.txt torch==2.13.0 lhotse==2.0.0a7 grain==0.2.18 \
         spdl==0.8.0 webdataset==1.0.2 dynabatch==0.2.23 litdata==0.2.76 megatron-energon==7.4.1
-    rivals/bin/pip uninstall -y torchvision  # of LitData; does not fit torch for CPUs
-    rivals/bin/python examples/benchmarks/compare.py --json tables.json
+    # Of LitData: torchvision does not fit torch for CPUs, obstore refuses stores without TLS.
+    rivals/bin/pip uninstall -y torchvision obstore
+
+mosaicml-streaming needs numpy < 2.2, and is skipped in this environment.
 
 A rival that is not installed is named in a line that begins with "skipped". All contenders of a
 table have the same data, take turns, and are set up as their own documentation says. Times are
@@ -22,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +35,17 @@ sys.path.append(str(Path(__file__).parents[1]))  # tiny_lm.py is among the examp
 
 from comparing.common import Options, Tables
 
-TABLES = ("padding", "resume", "rates", "training", "quality", "memory", "generation")
+TABLES = (
+    "padding",
+    "waits",
+    "resume",
+    "rates",
+    "store",
+    "training",
+    "quality",
+    "memory",
+    "generation",
+)
 
 
 def main() -> None:
@@ -43,18 +58,21 @@ def main() -> None:
     add("--quick", action="store_true", help="all of it, but too short to judge by")
     add("--rounds", type=int, help="turns of what is timed (default: 3; with --quick, 1)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of the models (%(default)s)")
-    add("--json", type=Path, help="file for the tables, as JSON")
+    add("--json", type=Path, help="file for the tables; keeps its other tables")
     args = parser.parse_args()
     rounds = args.rounds or (1 if args.quick else 3)
     options = Options(quick=args.quick, device=args.device, rounds=rounds)
-    found = []
+    found = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+    found = [table for table in found if table["name"] not in args.only]
     for name in args.only:
         tables: Callable[[Options], Tables] = import_module(f"comparing.{name}").tables
+        began_s = time.monotonic()
         for table in tables(options):
             print(f"\n{table}", flush=True)
-            found.append({"name": name, **table._asdict()})
+            found.append({"name": name, "quick": args.quick, **table._asdict()})
             if args.json:
-                args.json.write_text(json.dumps(found, indent=1))
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

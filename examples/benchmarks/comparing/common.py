@@ -25,9 +25,10 @@ PINS = {
     "datasets": "datasets==5.2.0",
     "dynabatch": "dynabatch==0.2.23",
     "grain": "grain==0.2.18",
-    "lhotse": "lhotse==1.33.0",
+    "lhotse": "lhotse==2.0.0a7",
     "litdata": "litdata==0.2.76",
     "megatron": "megatron-energon==7.4.1",
+    "moto": "moto[server]",
     "odb": "online-dynamic-batching==0.1.2",
     "peft": "peft==0.21.2",
     "spdl": "spdl==0.8.0",
@@ -82,8 +83,12 @@ def rival(module: str) -> Any:
         return import_module(module)
     except Exception as error:  # some packages fail in their own imports
         pin = PINS[module.split(".")[0]]
-        reason = str(error).splitlines()[0]
-        raise RivalMissingError(f"pip install {pin} ({reason})") from error
+        raise RivalMissingError(f"pip install {pin} ({described(error)})") from error
+
+
+def described(error: Exception) -> str:
+    """Return the type of an error, and the first line of its message if it has one."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 class RivalFailedError(Exception):
@@ -174,7 +179,7 @@ def _send(run: Callable[..., Any], args: tuple[Any, ...], sender: Connection) ->
         result = error
     except Exception as error:
         traceback.print_exc()
-        result = RivalFailedError(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        result = RivalFailedError(described(error))
     sender.send(result)
     _wait_for_the_end()
 

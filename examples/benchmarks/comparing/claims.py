@@ -1,0 +1,245 @@
+"""Claims and tables of docs/comparison.md, each checked against the tables of two runs.
+
+A claim is a text of the page, in which a name in braces stands for cells of a run, and a condition
+that these must meet in each run. Where runs differ, the page has the least and the greatest figure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+FIGURE = rf"({NUMBER.pattern}(?:\s+to\s+{NUMBER.pattern})?)"
+NAME = re.compile(r"\{(\w+)\}")
+
+Run = Mapping[str, Sequence[Mapping[str, str]]]
+"""Title of a table -> its rows."""
+
+
+class Cell(NamedTuple):
+    """A number of a run's table; of "yes" and "no", 1 and 0.
+
+    Attributes:
+        table: title of the table.
+        row: the first column of its row.
+        column: name of its column.
+        place: of the number within the cell.
+        per: the number that it is divided by.
+    """
+
+    table: str
+    row: str
+    column: str
+    place: int = 0
+    per: Cell | None = None
+
+    def text(self, run: Run) -> str:
+        """Return the number as it stands in a run.
+
+        Raises:
+            LookupError: the run does not have the number.
+        """
+        if self.per is not None:
+            return f"{self.value(run):.2f}"
+        text = text_of(run, self.table, self.row, self.column)
+        numbers = NUMBER.findall({"yes": "1", "no": "0"}.get(text, text))
+        if len(numbers) <= self.place:
+            raise LookupError(f"no number {self.place} in {self.table}: {self.row}: {self.column}")
+        return str(numbers[self.place])
+
+    def value(self, run: Run) -> float:
+        """Return the number."""
+        if self.per is not None:
+            return self._replace(per=None).value(run) / self.per.value(run)
+        return value_of(self.text(run))
+
+
+def text_of(run: Run, table: str, row: str, column: str) -> str:
+    """Return a cell of a run."""
+    for cells in run[table]:
+        if cells[""] == row:
+            if column in cells:
+                return cells[column]
+            raise LookupError(f"no column {column!r} in the table {table!r}")
+    raise LookupError(f"no row {row!r} in the table {table!r}")
+
+
+def value_of(number: str) -> float:
+    """Return the value of a number with commas."""
+    return float(number.replace(",", ""))
+
+
+def spread_of(numbers: Sequence[str]) -> str:
+    """Return the least and the greatest number, or the only one."""
+    least, most = min(numbers, key=value_of), max(numbers, key=value_of)
+    return least if value_of(least) == value_of(most) else f"{least} to {most}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A text of the page, and what must hold for it in each run.
+
+    Attributes:
+        text: with names of `cells` in braces.
+        holds: is called with the value of each of `cells`, or a list of values, by name.
+        cells: the numbers; several share a name where the text has the range of them.
+    """
+
+    text: str
+    holds: Callable[..., bool]
+    cells: Mapping[str, Cell | Sequence[Cell]]
+
+    def of_name(self, name: str) -> Sequence[Cell]:
+        """Return the cells of a name."""
+        cells = self.cells[name]
+        return [cells] if isinstance(cells, Cell) else cells
+
+    @property
+    def tables(self) -> list[str]:
+        """The titles of its tables."""
+        return [*dict.fromkeys(cell.table for name in self.cells for cell in self.of_name(name))]
+
+    def figures(self, run: Run) -> dict[str, list[str]]:
+        """Return the figures of each name in a run."""
+        return {name: [cell.text(run) for cell in self.of_name(name)] for name in self.cells}
+
+    def is_met(self, run: Run) -> bool:
+        """Return whether the claim holds in a run."""
+        values = {name: [cell.value(run) for cell in self.of_name(name)] for name in self.cells}
+        single = {name for name, cells in self.cells.items() if isinstance(cells, Cell)}
+        return self.holds(**{k: v[0] if k in single else v for k, v in values.items()})
+
+    @property
+    def pattern(self) -> str:
+        """An expression for the text with any figures, which are groups, and any white space."""
+        parts = NAME.split(self.text)[::2]
+        return FIGURE.join(re.escape(part).replace(r"\ ", r"\s+") for part in parts)
+
+    def put(self, match: re.Match[str], runs: Sequence[Run]) -> str:
+        """Return the matching text of the page with the figures of the runs."""
+        of_runs = [self.figures(run) for run in runs]
+        text, begin = match[0], match.start()
+        for group, name in reversed([*enumerate(NAME.findall(self.text), start=1)]):
+            figure = spread_of([number for figures in of_runs for number in figures[name]])
+            text = text[: match.start(group) - begin] + figure + text[match.end(group) - begin :]
+        return text
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table of the page.
+
+    Attributes:
+        columns: title on the page -> table and column of a run.
+        rows: title on the page -> names of the row in the tables of a run.
+    """
+
+    columns: Mapping[str, tuple[str, str]]
+    rows: Mapping[str, Sequence[str]]
+
+    @property
+    def tables(self) -> list[str]:
+        """The titles of its tables of a run."""
+        return [*dict.fromkeys(table for table, _ in self.columns.values())]
+
+    @property
+    def header(self) -> str:
+        """The first line on the page."""
+        return f"| | {' | '.join(self.columns)} |"
+
+    def put(self, _match: re.Match[str], runs: Sequence[Run]) -> str:
+        """Return the lines of the table."""
+        lines = [self.header, "| --- |" + " --- |" * len(self.columns)]
+        for title, names in self.rows.items():
+            cells = [merged([*cells_of(names, *source, runs)]) for source in self.columns.values()]
+            if not any(cells):
+                raise LookupError(f"no row {' or '.join(names)} in {', '.join(self.tables)}")
+            lines.append(f"| {title} | " + " | ".join(cells) + " |")
+        return "".join(re.sub("  +", " ", line) + "\n" for line in lines)
+
+    @property
+    def pattern(self) -> str:
+        """An expression for the table with any rows."""
+        return re.escape(self.header) + r"\n(?:\|.*\n)*"
+
+
+def cells_of(names: Sequence[str], table: str, column: str, runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the cell of each run, from the row with one of the names; nothing where none has it."""
+    for run in runs:
+        yield from (row.get(column, "") for row in run[table] if row[""] in names)
+
+
+def merged(cells: Sequence[str]) -> str:
+    """Return a cell of the page: that of all runs, or the range of each number over the runs."""
+    if len(set(cells)) == 1:
+        return cells[0]
+    texts = [cell.partition(" (")[0] for cell in cells]  # without the range of a run
+    of_runs = [NUMBER.findall(text) for text in texts]
+    if len(set(map(len, of_runs))) > 1:
+        return " / ".join(dict.fromkeys(texts))
+    spreads = iter([spread_of(numbers) for numbers in zip(*of_runs, strict=True)])
+    return NUMBER.sub(lambda _: next(spreads), texts[0]) if texts else ""
+
+
+class Report(NamedTuple):
+    """What a check has found, and the page as the runs have it."""
+
+    errors: list[str]
+    not_in_the_runs: list[str]
+    page: str
+
+
+def check(
+    page: str, runs: Mapping[str, Run], claims: Sequence[Claim], tables: Sequence[PageTable]
+) -> Report:
+    """Check a page against runs: that it has each text, and that each claim holds in each run."""
+    errors, missing = list[str](), list[str]()
+    for part in (*claims, *tables):
+        name = part.text if isinstance(part, Claim) else part.header
+        matches = [*re.finditer(part.pattern, page)]
+        if len(matches) != 1:
+            errors.append(f"{len(matches)} times on the page: {name}")
+        if absent := [title for title in part.tables if not in_all(runs, title)]:
+            missing.append(f"{', '.join(absent)}, for: {name}")
+            continue
+        try:
+            if isinstance(part, Claim):
+                errors += failures(part, runs)
+            for match in matches[:1]:
+                text = part.put(match, [*runs.values()])
+                if text != match[0]:
+                    errors.append(f"the page says:\n{match[0]}\nand the runs:\n{text}")
+                    page = page[: match.start()] + text + page[match.end() :]
+        except LookupError as error:
+            errors.append(f"{error.args[0]}, for: {name}")
+    return Report(errors, missing, page)
+
+
+def in_all(runs: Mapping[str, Run], title: str) -> bool:
+    """Return whether there are runs, and all have a table."""
+    return bool(runs) and all(title in run for run in runs.values())
+
+
+def failures(claim: Claim, runs: Mapping[str, Run]) -> Iterator[str]:
+    """Yield an error for each run in which a claim does not hold."""
+    figures = "; ".join(f"{name}: {claim.figures(run)}" for name, run in runs.items())
+    for name, run in runs.items():
+        if not claim.is_met(run):
+            yield f"not so in {name}: {claim.text} ({', '.join(claim.tables)}: {figures})"
+
+
+def read_run(path: Path) -> Run:
+    """Return the tables that `compare.py --json` wrote.
+
+    Raises:
+        ValueError: the run shows nothing.
+    """
+    tables: list[dict[str, Any]] = json.loads(path.read_text())
+    if quick := [table["title"] for table in tables if table["quick"]]:
+        raise ValueError(f"{path} has tables of --quick, which show nothing: {', '.join(quick)}")
+    return {table["title"]: table["rows"] for table in tables}

@@ -1,0 +1,332 @@
+"""What docs/comparison.md claims, and the tables it has; `check_claims.py` checks both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from comparing.claims import Cell, Claim, PageTable
+
+FIXED, GROUPED = "fixed batches", "`group_by_length` of transformers"
+REBALANCED = "`batch_rebalance` of transformers"
+LHOTSE, LHOTSE_TIME = "lhotse, buffer as our window", "lhotse, `quadratic_duration`"
+TRL, AXOLOTL = "TRL, best fit decreasing", "axolotl's first fit, written anew"
+PADDED, PACKED = "odb_nodes, padded", "odb_nodes, packed"
+TIMED, PADDED_KNOWN, PACKED_KNOWN = (
+    f"{PADDED}, `step_time`",
+    f"{PADDED}, lengths known",
+    f"{PACKED}, lengths known",
+)
+GRAIN_PACKED, LHOTSE_START = "Grain, packed first fit", "lhotse, lengths from processing"
+LIST, STREAM = "odb_nodes, list", "odb_nodes, stream"
+LIST_EARLY, LIST_KNOWN = "odb_nodes, list, `window_start`", "odb_nodes, list, lengths known"
+STATEFUL, STREAM_OF_DATASETS = "`StatefulDataLoader`, list", "datasets, stream"
+
+padding = partial(Cell, "Padding")
+balance = partial(Cell, "Balance over 4 ranks")
+waits = partial(Cell, "Waiting")
+first = partial(Cell, "First batch")
+resumed = partial(Cell, "Resume")
+on_ranks = partial(Cell, "Resume on 4 ranks")
+store = partial(Cell, "Object store")
+rate = partial(Cell, "Loader rate")
+speed = partial(Cell, "Training: speed")
+loss = partial(Cell, "Training: quality")
+quality = partial(Cell, "Quality")
+
+CV1, LARGEST = "CV 1.0: padding, fill", "largest batch / budget"
+TEXT, IMAGES = "text, CV 1.0", "images and text (Qwen2-VL)"
+WAITING = "waiting, %, 4 ranks"
+START, RESUME, AGAIN = "start, s", "resume, s", "made again"
+
+
+BATCH_ROWS = {
+    "fixed batches": [FIXED],
+    GROUPED: [GROUPED],
+    REBALANCED: [REBALANCED],
+    "lhotse": [LHOTSE],
+    LHOTSE_TIME: [LHOTSE_TIME],
+    PADDED: [PADDED],
+    TIMED: [TIMED],
+    PADDED_KNOWN: [PADDED_KNOWN],
+    TRL: [TRL],
+    AXOLOTL: [AXOLOTL],
+    PACKED: [PACKED],
+    PACKED_KNOWN: [PACKED_KNOWN],
+}
+RESUME_ROWS = {
+    "`StatefulDataLoader`, list": [STATEFUL],
+    "Grain": ["Grain"],
+    "LitData": ["LitData"],
+    "datasets, stream": ["datasets, stream"],
+    "Energon": ["Energon"],
+    "Grain, packed first fit": [GRAIN_PACKED],
+    "lhotse, lengths from processing": [LHOTSE_START],
+    "odb_nodes, list": [LIST],
+    'odb_nodes, list, `window_start="early"`': [LIST_EARLY],
+    "odb_nodes, list, lengths known": [LIST_KNOWN],
+    "odb_nodes, stream": [STREAM],
+}
+
+
+def within(values: Sequence[float], of: float) -> bool:
+    """Return whether values differ by so much at most."""
+    return max(values) - min(values) <= of
+
+
+IN_SHORT = [
+    Claim(
+        "| `odb_nodes`: {ours}, lhotse {lhotse} |",
+        lambda ours, lhotse, others: ours < min(lhotse, *others),
+        {
+            "ours": padding(PADDED, CV1),
+            "lhotse": padding(LHOTSE, CV1),
+            "others": [padding(name, CV1) for name in (FIXED, GROUPED, REBALANCED)],
+        },
+    ),
+    Claim(
+        "| `odb_nodes` online and first fit of all lengths: {fill} full |",
+        lambda fill, others: within(fill, 0.001) and min(fill) > max(others),
+        {
+            "fill": [padding(PACKED, CV1, 1), padding(AXOLOTL, CV1, 1)],
+            "others": [
+                padding(TRL, CV1, 1),
+                padding("Energon's greedy knapsack, written anew", CV1, 1),
+            ],
+        },
+    ),
+    Claim(
+        "| `odb_nodes` and axolotl's first fit: {level} |",
+        lambda level, trl: within(level, 0.005) and min(level) > trl,
+        {
+            "level": [balance(PACKED, "CV 2.0"), balance(AXOLOTL, "CV 2.0")],
+            "trl": balance(TRL, "CV 2.0"),
+        },
+    ),
+    Claim(
+        "| **lhotse**: {lhotse}, `odb_nodes` {ours}; with "
+        "[`step_time`](distributed.md#level-in-time), `odb_nodes`: {timed} |",
+        lambda lhotse, ours, timed, other: timed > max(lhotse, other) and lhotse > ours,
+        {
+            "lhotse": balance(LHOTSE, "CV 2.0"),
+            "other": balance(LHOTSE_TIME, "CV 2.0"),
+            "ours": balance(PADDED, "CV 2.0"),
+            "timed": balance(TIMED, "CV 2.0"),
+        },
+    ),
+    Claim(
+        "| lhotse, packed rows and `odb_nodes`: {speeds} x fixed batches by CPU time |",
+        lambda speeds, others: min(speeds) > max(others),
+        {
+            "speeds": [speed(name, TEXT, 1) for name in (LHOTSE, TRL, PADDED, PACKED)],
+            "others": [speed(name, TEXT, 1) for name in (FIXED, GROUPED)],
+        },
+    ),
+    Claim(
+        "| `odb_nodes` by speed: {speed} x fixed batches; **fixed batches** by loss: {fixed}, "
+        "`odb_nodes` {ours} |",
+        lambda speed, fixed, ours, others: speed > max(others) and fixed < ours,
+        {
+            "speed": speed(PADDED, IMAGES, 1),
+            "others": [
+                speed(name, IMAGES, 1)
+                for name in (FIXED, GROUPED, LHOTSE, "online-dynamic-batching")
+            ],
+            "fixed": loss(FIXED, IMAGES),
+            "ours": loss(PADDED, IMAGES),
+        },
+    ),
+    Claim(
+        "| `odb_nodes` by CPU time: {ours} us a text, `DataLoader` {torch} |",
+        lambda ours, torch: ours < torch,
+        {
+            "ours": rate("odb_nodes, memory", "CPU us a sample, 2"),
+            "torch": rate("`DataLoader`, memory", "CPU us a sample, 2"),
+        },
+    ),
+    Claim(
+        "| `odb_nodes`, `step_time`: {timed} % of an epoch, lhotse {lhotse} %, fixed batches "
+        "{fixed} % |",
+        lambda timed, lhotse, fixed, other: timed < min(lhotse, fixed, other),
+        {
+            "timed": waits(TIMED, WAITING),
+            "lhotse": waits(LHOTSE, WAITING),
+            "fixed": waits(FIXED, WAITING),
+            "other": waits(LHOTSE_TIME, WAITING),
+        },
+    ),
+    Claim(
+        "| `odb_nodes` under a budget: {ours} s, Grain's packing {grain} s, lhotse {lhotse} s; "
+        "**Grain** with fixed batches: {fixed} s |",
+        lambda ours, grain, lhotse, fixed: fixed < ours < min(grain, lhotse),
+        {
+            "ours": first(LIST, RESUME),
+            "grain": first(GRAIN_PACKED, RESUME),
+            "lhotse": first(LHOTSE_START, RESUME),
+            "fixed": first("Grain", RESUME),
+        },
+    ),
+    Claim(
+        "| **fixed batches**, which fill no pool: {fixed} s, `odb_nodes` with known lengths "
+        "{known} s, in a window {ours} s |",
+        lambda fixed, known, ours: min(fixed) < known < ours,
+        {
+            "fixed": [first(name, START) for name in (STATEFUL, "Grain", "LitData")],
+            "known": first(LIST_KNOWN, START),
+            "ours": first(LIST, START),
+        },
+    ),
+    Claim(
+        "| **WebDataset**: {web} samples / s of tar files, `odb_nodes` {tar}, of Parquet "
+        "{parquet} |",
+        lambda web, tar, parquet: web > max(tar, parquet),
+        {
+            "web": store("WebDataset, tar", "samples / s"),
+            "tar": store("odb_nodes, tar", "samples / s"),
+            "parquet": store("odb_nodes, Parquet", "samples / s"),
+        },
+    ),
+]
+
+SECTIONS = [
+    Claim(
+        "Fixed batches hold two samples, so that the longest fit, and fill a tenth of their "
+        "memory.",
+        lambda fill: 0.08 < fill < 0.12,
+        {"fill": padding(FIXED, CV1, 1)},
+    ),
+    Claim(
+        "The largest batch of lhotse is {lhotse} x the budget, the largest of `odb_nodes` "
+        "{ours} x.",
+        lambda lhotse, ours: lhotse > 1 >= max(ours),
+        {
+            "lhotse": padding(LHOTSE, LARGEST),
+            "ours": [
+                padding(name, LARGEST) for name in (PADDED, PADDED_KNOWN, PACKED, PACKED_KNOWN)
+            ],
+        },
+    ),
+    Claim(
+        'Known lengths and `window_start="early"` bring the first batch of a start from {full} s '
+        "to {known} s and {early} s.",
+        lambda full, known, early: max(known, early) < full,
+        {
+            "full": first(LIST, START),
+            "known": first(LIST_KNOWN, START),
+            "early": first(LIST_EARLY, START),
+        },
+    ),
+    Claim(
+        "From a source that reads by key, `odb_nodes` makes {ours} samples besides those of the "
+        "first batch. Energon, Grain's packing and lhotse make {others}.",
+        lambda ours, others: ours < min(others) / 10,
+        {
+            "ours": resumed(LIST, AGAIN),
+            "others": [resumed(name, AGAIN) for name in ("Energon", GRAIN_PACKED, LHOTSE_START)],
+        },
+    ),
+    Claim(
+        "All resume exactly but the stream of datasets, which loses {lost} samples and repeats "
+        "{repeated}.",
+        lambda exact, lost, repeated: all(exact) and lost > 0 and repeated > 0,
+        {
+            "exact": [
+                resumed(name, "same batches")
+                for names in RESUME_ROWS.values()
+                for name in names
+                if name != STREAM_OF_DATASETS
+            ],
+            "lost": resumed(STREAM_OF_DATASETS, "lost"),
+            "repeated": resumed(STREAM_OF_DATASETS, "repeated"),
+        },
+    ),
+    Claim(
+        "`odb_nodes` {list} (list) and {stream} (stream), `StatefulDataLoader` {stateful}, Grain "
+        "{grain}, lhotse {lhotse}; datasets {datasets}, which loses {lost} samples and repeats "
+        "{repeated}.",
+        lambda list, stream, lhotse, lost, exact, **_: (
+            max(list, stream) < lhotse and lost > 0 and all(exact)
+        ),
+        {
+            "list": on_ranks(LIST, RESUME),
+            "stream": on_ranks(STREAM, RESUME),
+            "stateful": on_ranks(STATEFUL, RESUME),
+            "grain": on_ranks("Grain", RESUME),
+            "lhotse": on_ranks(LHOTSE_START, RESUME),
+            "datasets": on_ranks(STREAM_OF_DATASETS, RESUME),
+            "lost": on_ranks(STREAM_OF_DATASETS, "lost"),
+            "repeated": on_ranks(STREAM_OF_DATASETS, "repeated"),
+            "exact": [
+                on_ranks(name, "same batches")
+                for name in (LIST, STREAM, STATEFUL, "Grain", LHOTSE_START)
+            ],
+        },
+    ),
+    Claim(
+        "At equal samples, tokens and steps, losses are equal within the spread of seeds.",
+        lambda fixed, ours: ours[1] <= fixed[2] and fixed[1] <= ours[2],
+        {
+            "fixed": [quality(FIXED, "held-out loss", place) for place in range(3)],
+            "ours": [quality(PADDED, "held-out loss", place) for place in range(3)],
+        },
+    ),
+]
+
+CLAIMS = [*IN_SHORT, *SECTIONS]
+
+TABLES = [
+    PageTable(
+        {
+            "padding, fill": ("Padding", CV1),
+            "balance, 4 ranks, CV 2": ("Balance over 4 ranks", "CV 2.0"),
+            "balance, 64 ranks": ("Balance over 64 ranks", "CV 1.0"),
+        },
+        BATCH_ROWS,
+    ),
+    PageTable(
+        {
+            "waiting, %, 2 ranks": ("Waiting", "waiting, %, 2 ranks"),
+            "waiting, %, 4 ranks": ("Waiting", "waiting, %, 4 ranks"),
+            "epoch, s, 4 ranks": ("Waiting", "epoch, s, 4 ranks"),
+            "balance, simulated": ("Waiting", "balance, simulated, 4 ranks"),
+            "balance, measured": ("Waiting", "balance, measured, 4 ranks"),
+        },
+        {title: names for title, names in BATCH_ROWS.items() if title != GROUPED},
+    ),
+    PageTable(
+        {
+            "batches": ("First batch", "batches"),
+            "start, s": ("First batch", START),
+            "resume, s": ("First batch", RESUME),
+            "made again": ("Resume", AGAIN),
+        },
+        RESUME_ROWS,
+    ),
+    PageTable(
+        {
+            "first batch, s": ("Object store", "first batch, s"),
+            "resume, s": ("Object store", "resume, s"),
+            "samples / s": ("Object store", "samples / s"),
+            "memory, MiB": ("Object store", "memory, MiB"),
+        },
+        {
+            "odb_nodes, Parquet": ["odb_nodes, Parquet"],
+            "odb_nodes, tar files": ["odb_nodes, tar"],
+            "WebDataset, tar files": ["WebDataset, tar"],
+            "LitData": ["LitData"],
+        },
+    ),
+    PageTable(
+        {
+            "steps": ("Quality", "optimizer steps"),
+            "held-out loss": ("Quality", "held-out loss"),
+        },
+        {
+            "fixed batches": [FIXED],
+            "lhotse": ["lhotse"],
+            "odb_nodes, padded": [PADDED],
+            "odb_nodes, padded, 4 batches a step": ["odb_nodes, padded, 4 batches a step"],
+            "odb_nodes, padded, learning rate x 1.4": ["odb_nodes, padded, learning rate x 1.4"],
+        },
+    ),
+]

@@ -1,0 +1,115 @@
+"""What docs/comparison.md claims holds in each run, and stands on the page with its figures."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+BENCHMARKS = REPOSITORY / "examples" / "benchmarks"
+PAGE = """\
+In the table, ours wastes
+0.02 and theirs 0.05 to 0.07.
+
+| | padding, fill | time |
+| --- | --- | --- |
+| ours | 0.02, 0.9 | 1 to 3 |
+
+The end.
+"""
+
+
+@pytest.fixture
+def comparing(monkeypatch):
+    """Return the modules of the checker and of the page."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("comparing.claims"), importlib.import_module("comparing.page")
+
+
+def make_run(theirs, time="1 (0 to 9)"):
+    ours = {"": "ours", "padding, fill": "0.02, 0.9", "time, s": time}
+    return {"Padding": [ours, {"": "theirs", "padding, fill": f"{theirs}, 0.8", "time, s": ""}]}
+
+
+def check(comparing, page, runs):
+    claims, _ = comparing
+    claim = claims.Claim(
+        "ours wastes {ours} and theirs {theirs}.",
+        lambda ours, theirs: ours < theirs,
+        {name: claims.Cell("Padding", name, "padding, fill") for name in ("ours", "theirs")},
+    )
+    table = claims.PageTable(
+        {"padding, fill": ("Padding", "padding, fill"), "time": ("Padding", "time, s")},
+        {"ours": ["ours"]},
+    )
+    return claims.check(page, runs, [claim], [table])
+
+
+RUNS = {"run1": make_run("0.05"), "run2": make_run("0.07", "3 (1 to 4)")}
+
+
+def test_claims_that_hold_and_stand_on_the_page_pass(comparing):
+    assert check(comparing, PAGE, RUNS) == ([], [], PAGE)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_claim_that_a_run_contradicts_is_an_error_with_the_figures_of_both(comparing, run):
+    errors = check(comparing, PAGE, {**RUNS, run: make_run("0.01")}).errors
+    assert f"not so in {run}: ours wastes {{ours}}" in errors[0]
+    assert "Padding" in errors[0] and errors[0].count("'theirs': [") == 2
+
+
+def test_a_text_that_is_not_on_the_page_is_an_error(comparing):
+    errors = check(comparing, PAGE.replace("wastes", "needs"), RUNS).errors
+    assert errors == ["0 times on the page: ours wastes {ours} and theirs {theirs}."]
+
+
+@pytest.mark.parametrize("other", [("0.07", "0.08"), ("| 1 to 3 |", "| 2 |")])
+def test_another_figure_on_the_page_is_an_error_and_is_mended(comparing, other):
+    errors, _, mended = check(comparing, PAGE.replace(*other), RUNS)
+    assert len(errors) == 1 and other[1] in errors[0] and other[0] in errors[0]
+    assert mended == PAGE
+
+
+@pytest.mark.parametrize("runs", [{}, {**RUNS, "run2": {}}])
+def test_a_table_that_a_run_lacks_is_listed(comparing, runs):
+    errors, absent, _ = check(comparing, PAGE, runs)
+    assert not errors and len(absent) == 2 and "Padding" in absent[0]
+
+
+def test_a_row_that_a_run_lacks_is_an_error(comparing):
+    lacking = {"Padding": RUNS["run2"]["Padding"][:1]}
+    errors = check(comparing, PAGE, {**RUNS, "run2": lacking}).errors
+    assert errors == [
+        "no row 'theirs' in the table 'Padding', for: ours wastes {ours} and theirs {theirs}."
+    ]
+
+
+def test_the_page_agrees_with_the_runs(comparing):
+    claims, page = comparing
+    runs = {path.name: claims.read_run(path) for path in BENCHMARKS.glob("results/*.json")}
+    text = (REPOSITORY / "docs" / "comparison.md").read_text()
+    assert claims.check(text, runs, page.CLAIMS, page.TABLES).errors == []
+
+
+def test_a_quick_run_is_refused(comparing, tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps([{"title": "Padding", "quick": True, "rows": []}]))
+    with pytest.raises(ValueError, match=r"run\.json has tables of --quick.*Padding"):
+        comparing[0].read_run(path)
+
+
+@pytest.mark.slow
+def test_the_script_fails_where_a_table_is_not_in_the_runs_only_if_strict(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text("[]")
+    command = [sys.executable, str(BENCHMARKS / "check_claims.py"), str(path)]
+    lax, strict = (
+        subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+        for options in ([], ["--strict"])
+    )
+    assert lax.returncode == 0 and "not in the runs: Padding" in lax.stdout
+    assert strict.returncode == 1

@@ -199,7 +199,8 @@ def check(
 ) -> Report:
     """Check a page against runs: that it has each text, and that each claim holds in each run."""
     errors, missing = list[str](), list[str]()
-    for part in (*claims, *tables):
+    parts: list[Claim | PageTable] = [*claims, *tables]
+    for part in parts:
         name = part.text if isinstance(part, Claim) else part.header
         matches = [*re.finditer(part.pattern, page)]
         if len(matches) != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ def own_batches(name: str, plan: Plan) -> Iterator[Batch]:
             yield Batch(batch["id"], pop_step_info(batch).is_filler)
 
 
-def sample_of(lengths: list[int], index: int) -> dict[str, Any]:
+def sample_of(lengths: Sequence[int], index: int) -> dict[str, Any]:
     """Return a sample."""
     return {"input_ids": np.zeros(lengths[index], np.int64), "id": index}
 
@@ -162,7 +162,7 @@ def tables(options: Options) -> Tables:
         "Waiting",
         f"{samples:,} samples of lognormal lengths (CV {CV:g}) on real gloo ranks, which meet "
         f"after each step; in place of a model, each sleeps {1e6 * S_PER_TOKEN:g} us for each "
-        f"padded token, and for attention, which takes half of the time of {ATTENTION_TOKENS:,} tokens. "
+        f"padded token, and for attention: half of the time of {ATTENTION_TOKENS:,} tokens. "
         f"Budget {BUDGET:,} tokens, window {WINDOW} samples. Waiting: share of the epoch, mean of "
         "the ranks. Balance: mean time of the ranks / time of the slowest. Batches of others are "
         f"planned before the clock starts. The median of {options.rounds}, and the range.",

@@ -1,4 +1,4 @@
-"""What docs/comparison.md claims holds in each run, and stands on the page with its figures."""
+"""What pages claim of the comparison holds in each run, and stands there with its figures."""
 
 import importlib
 import json
@@ -88,11 +88,11 @@ def test_a_row_that_a_run_lacks_is_an_error(comparing):
     ]
 
 
-def test_the_page_agrees_with_the_runs(comparing):
+@pytest.mark.parametrize("name", ["docs/comparison.md", "README.md"])
+def test_the_page_agrees_with_the_runs(comparing, name):
     claims, page = comparing
     runs = {path.name: claims.read_run(path) for path in BENCHMARKS.glob("results/*.json")}
-    text = (REPOSITORY / "docs" / "comparison.md").read_text()
-    assert claims.check(text, runs, page.CLAIMS, page.TABLES).errors == []
+    assert claims.check((REPOSITORY / name).read_text(), runs, *page.PAGES[name]).errors == []
 
 
 def test_a_quick_run_is_refused(comparing, tmp_path):
@@ -111,5 +111,5 @@ def test_the_script_fails_where_a_table_is_not_in_the_runs_only_if_strict(tmp_pa
         subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
         for options in ([], ["--strict"])
     )
-    assert lax.returncode == 0 and "not in the runs: Padding" in lax.stdout
+    assert lax.returncode == 0 and "comparison.md: not in the runs: Padding" in lax.stdout
     assert strict.returncode == 1

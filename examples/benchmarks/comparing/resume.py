@@ -172,6 +172,7 @@ def measure_on_ranks(
 CONTENDERS_ON_RANKS = (
     "`StatefulDataLoader`, list",
     "Grain",
+    "Grain, `ElasticIterator`",
     "datasets, stream",
     "lhotse, lengths from processing",
     "odb_nodes, list",

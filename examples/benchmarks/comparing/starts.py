@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 import torch.utils.data
 
@@ -180,14 +181,25 @@ def process_row(process: Process, row: dict[str, int]) -> dict[str, Any]:
     return process(row["at"])
 
 
-def grain(process: Process, window: int, state: Any, packed: bool = False) -> Running:
+def grain(process: Process, window: int, state: Any, way: str = "") -> Running:
     """Run a Grain pipeline: batches of a fixed number, or rows that are packed first fit."""
     grain = rival("grain")
     rank, ranks = rank_and_ranks()
     data = grain.MapDataset.source(range(len(process.lengths))).seed(0).shuffle()
-    data = data[rank::ranks].map(process)
+    if way != "elastic":
+        data = data[rank::ranks]
+    data = data.map(process)
     threads = grain.ReadOptions(num_threads=WORKERS, prefetch_buffer_size=2 * BATCH_SAMPLES)
-    if packed:
+    if way == "elastic":
+        iterator = iter(
+            rival("grain.experimental").ElasticIterator(
+                data.map(id_of),
+                BATCH_SAMPLES * ranks,
+                grain.sharding.ShardOptions(rank, ranks),
+                read_options=threads,
+            )
+        )
+    elif way == "packed":
         stream = data.to_iter_dataset(threads).map(grain_tokens)
         stream = rival("grain.experimental").FirstFitPackIterDataset(
             stream, length_struct={"id": BUDGET}, num_packing_bins=window // 40
@@ -197,13 +209,18 @@ def grain(process: Process, window: int, state: Any, packed: bool = False) -> Ru
         iterator = iter(data.batch(BATCH_SAMPLES, batch_fn=ids).to_iter_dataset(threads))
     if state is not None:
         iterator.set_state(state)
-    return Running(iterator, iterator.get_state)
+        iterator.start_prefetch()  # as its checkpoint handler does
+    batches = map(np.ndarray.tolist, iterator) if way == "elastic" else iterator
+    return Running(batches, iterator.get_state)
+
+
+def id_of(sample: dict[str, Any]) -> int:
+    """Return the index of a sample."""
+    return int(sample["id"])
 
 
 def grain_tokens(sample: dict[str, Any]) -> dict[str, Any]:
     """Mark each token with the index of its sample, so that a packed row shows its samples."""
-    import numpy as np
-
     return {"id": np.full(len(sample["input_ids"]), sample["id"] + 1)}
 
 
@@ -352,12 +369,13 @@ def write_energon(folder: Path, size: int) -> None:
 CONTENDERS: dict[str, tuple[str, Start]] = {
     "`StatefulDataLoader`, list": ("fixed", stateful_dataloader),
     "Grain": ("fixed", grain),
+    "Grain, `ElasticIterator`": ("fixed", partial(grain, way="elastic")),
     "Streaming": ("fixed", streaming),
     "LitData": ("fixed", litdata),
     "`StatefulDataLoader`, stream": ("buffer", partial(stateful_dataloader, buffer=True)),
     "datasets, stream": ("buffer", hf_stream),
     "Energon": ("buffer", energon),
-    "Grain, packed first fit": ("budget", partial(grain, packed=True)),
+    "Grain, packed first fit": ("budget", partial(grain, way="packed")),
     "lhotse, lengths from processing": ("budget", lhotse),
     "odb_nodes, list": ("budget", odb_nodes),
     "odb_nodes, stream": ("budget", partial(odb_nodes, way="stream")),

@@ -235,14 +235,14 @@ SECTIONS = [
         },
     ),
     Claim(
-        "`odb_nodes` {list} (list) and {stream} (stream), `StatefulDataLoader` {stateful}, Grain "
+        "`odb_nodes` {ours} (list) and {stream} (stream), `StatefulDataLoader` {stateful}, Grain "
         "{grain}, lhotse {lhotse}; datasets {datasets}, which loses {lost} samples and repeats "
         "{repeated}.",
-        lambda list, stream, lhotse, lost, exact, **_: (
-            max(list, stream) < lhotse and lost > 0 and all(exact)
+        lambda ours, stream, lhotse, lost, exact, **_: (
+            max(ours, stream) < lhotse and lost > 0 and all(exact)
         ),
         {
-            "list": on_ranks(LIST, RESUME),
+            "ours": on_ranks(LIST, RESUME),
             "stream": on_ranks(STREAM, RESUME),
             "stateful": on_ranks(STATEFUL, RESUME),
             "grain": on_ranks("Grain", RESUME),

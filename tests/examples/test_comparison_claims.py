@@ -43,7 +43,7 @@ def check(comparing, page, runs):
     )
     table = claims.PageTable(
         {"padding, fill": ("Padding", "padding, fill"), "time": ("Padding", "time, s")},
-        {"ours": ["ours"]},
+        {"ours": "ours"},
     )
     return claims.check(page, runs, [claim], [table])
 

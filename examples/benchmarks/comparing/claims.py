@@ -136,11 +136,11 @@ class PageTable:
 
     Attributes:
         columns: title on the page -> table and column of a run.
-        rows: title on the page -> names of the row in the tables of a run.
+        rows: title on the page -> name of the row in the tables of a run.
     """
 
     columns: Mapping[str, tuple[str, str]]
-    rows: Mapping[str, Sequence[str]]
+    rows: Mapping[str, str]
 
     @property
     def tables(self) -> list[str]:
@@ -155,10 +155,10 @@ class PageTable:
     def put(self, _match: re.Match[str], runs: Sequence[Run]) -> str:
         """Return the lines of the table."""
         lines = [self.header, "| --- |" + " --- |" * len(self.columns)]
-        for title, names in self.rows.items():
-            cells = [merged([*cells_of(names, *source, runs)]) for source in self.columns.values()]
+        for title, name in self.rows.items():
+            cells = [merged([*cells_of(name, *source, runs)]) for source in self.columns.values()]
             if not any(cells):
-                raise LookupError(f"no row {' or '.join(names)} in {', '.join(self.tables)}")
+                raise LookupError(f"no row {name!r} in {', '.join(self.tables)}")
             lines.append(f"| {title} | " + " | ".join(cells) + " |")
         return "".join(re.sub("  +", " ", line) + "\n" for line in lines)
 
@@ -168,10 +168,10 @@ class PageTable:
         return re.escape(self.header) + r"\n(?:\|.*\n)*"
 
 
-def cells_of(names: Sequence[str], table: str, column: str, runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the cell of each run, from the row with one of the names; nothing where none has it."""
+def cells_of(name: str, table: str, column: str, runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the cell of each run that has the row."""
     for run in runs:
-        yield from (row.get(column, "") for row in run[table] if row[""] in names)
+        yield from (row.get(column, "") for row in run[table] if row[""] == name)
 
 
 def merged(cells: Sequence[str]) -> str:

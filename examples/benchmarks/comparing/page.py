@@ -42,31 +42,31 @@ START, RESUME, AGAIN = "start, s", "resume, s", "made again"
 
 
 BATCH_ROWS = {
-    "fixed batches": [FIXED],
-    GROUPED: [GROUPED],
-    REBALANCED: [REBALANCED],
-    "lhotse": [LHOTSE],
-    LHOTSE_TIME: [LHOTSE_TIME],
-    PADDED: [PADDED],
-    TIMED: [TIMED],
-    PADDED_KNOWN: [PADDED_KNOWN],
-    TRL: [TRL],
-    AXOLOTL: [AXOLOTL],
-    PACKED: [PACKED],
-    PACKED_KNOWN: [PACKED_KNOWN],
+    FIXED: FIXED,
+    GROUPED: GROUPED,
+    REBALANCED: REBALANCED,
+    "lhotse": LHOTSE,
+    LHOTSE_TIME: LHOTSE_TIME,
+    PADDED: PADDED,
+    TIMED: TIMED,
+    PADDED_KNOWN: PADDED_KNOWN,
+    TRL: TRL,
+    AXOLOTL: AXOLOTL,
+    PACKED: PACKED,
+    PACKED_KNOWN: PACKED_KNOWN,
 }
 RESUME_ROWS = {
-    "`StatefulDataLoader`, list": [STATEFUL],
-    "Grain": ["Grain"],
-    "LitData": ["LitData"],
-    "datasets, stream": ["datasets, stream"],
-    "Energon": ["Energon"],
-    "Grain, packed first fit": [GRAIN_PACKED],
-    "lhotse, lengths from processing": [LHOTSE_START],
-    "odb_nodes, list": [LIST],
-    'odb_nodes, list, `window_start="early"`': [LIST_EARLY],
-    "odb_nodes, list, lengths known": [LIST_KNOWN],
-    "odb_nodes, stream": [STREAM],
+    STATEFUL: STATEFUL,
+    "Grain": "Grain",
+    "LitData": "LitData",
+    STREAM_OF_DATASETS: STREAM_OF_DATASETS,
+    "Energon": "Energon",
+    GRAIN_PACKED: GRAIN_PACKED,
+    LHOTSE_START: LHOTSE_START,
+    LIST: LIST,
+    'odb_nodes, list, `window_start="early"`': LIST_EARLY,
+    LIST_KNOWN: LIST_KNOWN,
+    STREAM: STREAM,
 }
 
 
@@ -226,8 +226,7 @@ SECTIONS = [
         {
             "exact": [
                 resumed(name, "same batches")
-                for names in RESUME_ROWS.values()
-                for name in names
+                for name in RESUME_ROWS.values()
                 if name != STREAM_OF_DATASETS
             ],
             "lost": resumed(STREAM_OF_DATASETS, "lost"),
@@ -308,7 +307,7 @@ TABLES = [
             "balance, simulated": ("Waiting", "balance, simulated, 4 ranks"),
             "balance, measured": ("Waiting", "balance, measured, 4 ranks"),
         },
-        {title: names for title, names in BATCH_ROWS.items() if title != GROUPED},
+        {title: name for title, name in BATCH_ROWS.items() if title != GROUPED},
     ),
     PageTable(
         {
@@ -325,13 +324,13 @@ TABLES = [
             "CPU us a sample": ("Loader rate", "CPU us a sample, 2"),
         },
         {
-            "odb_nodes, memory": ["odb_nodes, memory"],
-            "`DataLoader`, memory": ["`DataLoader`, memory"],
-            "`StatefulDataLoader`, memory": ["`StatefulDataLoader`, memory"],
-            "Grain, memory (mostly its start)": ["Grain, memory"],
-            "odb_nodes, tar files": ["odb_nodes, tar files"],
-            "WebDataset, tar files": ["WebDataset, tar files"],
-            "LitData, chunks on disk": ["LitData, chunks on disk"],
+            "odb_nodes, memory": "odb_nodes, memory",
+            "`DataLoader`, memory": "`DataLoader`, memory",
+            "`StatefulDataLoader`, memory": "`StatefulDataLoader`, memory",
+            "Grain, memory (mostly its start)": "Grain, memory",
+            "odb_nodes, tar files": "odb_nodes, tar files",
+            "WebDataset, tar files": "WebDataset, tar files",
+            "LitData, chunks on disk": "LitData, chunks on disk",
         },
     ),
     PageTable(
@@ -342,10 +341,10 @@ TABLES = [
             "memory, MiB": ("Object store", "memory, MiB"),
         },
         {
-            "odb_nodes, Parquet": ["odb_nodes, Parquet"],
-            "odb_nodes, tar files": ["odb_nodes, tar"],
-            "WebDataset, tar files": ["WebDataset, tar"],
-            "LitData": ["LitData"],
+            "odb_nodes, Parquet": "odb_nodes, Parquet",
+            "odb_nodes, tar files": "odb_nodes, tar",
+            "WebDataset, tar files": "WebDataset, tar",
+            "LitData": "LitData",
         },
     ),
     PageTable(
@@ -354,11 +353,11 @@ TABLES = [
             "held-out loss": ("Quality", "held-out loss"),
         },
         {
-            "fixed batches": [FIXED],
-            "lhotse": ["lhotse"],
-            "odb_nodes, padded": [PADDED],
-            "odb_nodes, padded, 4 batches a step": ["odb_nodes, padded, 4 batches a step"],
-            "odb_nodes, padded, learning rate x 1.4": ["odb_nodes, padded, learning rate x 1.4"],
+            "fixed batches": FIXED,
+            "lhotse": "lhotse",
+            "odb_nodes, padded": PADDED,
+            "odb_nodes, padded, 4 batches a step": "odb_nodes, padded, 4 batches a step",
+            "odb_nodes, padded, learning rate x 1.4": "odb_nodes, padded, learning rate x 1.4",
         },
     ),
 ]

@@ -11,8 +11,7 @@ The rivals are in no extra of this library. Install them into an environment of 
     rivals/bin/pip install -c constraints.txt -e '.[examples,parquet,s3]' trl peft 'moto[server]'
     rivals/bin/pip install -c constraints.txt torch==2.13.0 lhotse==2.0.0a7 grain==0.2.18 \
         spdl==0.8.0 webdataset==1.0.2 dynabatch==0.2.23 litdata==0.2.76 megatron-energon==7.4.1
-    # Of LitData: torchvision does not fit torch for CPUs, obstore refuses stores without TLS.
-    rivals/bin/pip uninstall -y torchvision obstore
+    rivals/bin/pip uninstall -y torchvision  # of LitData; does not fit torch for CPUs
 
 mosaicml-streaming needs numpy < 2.2, and is skipped in this environment.
 

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from zlib_ng.zlib_ng import crc32
 
-from odb_nodes._support.arrays import INT64
+from odb_nodes._support.arrays import INT64, array_of_ints
 from odb_nodes._support.content import tensor_bytes
 
 _INT64_ROW = b"%d %%d" % INT64.num
+_FEW = 40  # up to so many numbers, `array` is faster than `array_of_ints`
 _NUMBERS = {int, float, bool, type(None)}
 
 
@@ -59,6 +60,9 @@ def _add_bytes(value: bytes | bytearray, crc: int) -> int:
 
 def _add_elements(values: list[Any] | tuple[Any, ...], crc: int) -> int:
     crc = crc32(b"%d" % len(values), crc)
+    if len(values) > _FEW and type(values) is list:
+        if (ints := array_of_ints(values)) is not None:
+            return crc32(ints.data, crc)
     try:
         return crc32(array("q", values), crc)  # most are tokens
     except (TypeError, OverflowError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +9,6 @@ import numpy as np
 import torch
 
 from odb_nodes.errors import SampleError
-
-_TAG, _TAG_BYTES = b"i", 5  # tag and size, tag included, of a 32-bit int in marshal's format
-_INT32 = np.dtype("<i4")
 
 
 def is_mapping(value: Any) -> bool:
@@ -47,22 +43,3 @@ def flatten_row(name: str, values: Any) -> Any:
     if nested and len(values) != 1:
         raise SampleError(f"`{name}` must have shape (L,) or (1, L), but holds {len(values)} rows.")
     return values[0] if nested else values
-
-
-def array_of_ints(values: list[Any]) -> np.ndarray[Any, Any] | None:
-    """Return a list of 32-bit ints as an array, twice as fast as numpy; `None` for other lists.
-
-    `marshal` writes all ints with a tag of their type at once; `np.asarray` reads each twice.
-    """
-    if not values or type(values[0]) is not int:
-        return None
-    try:
-        written = marshal.dumps(values, 2)  # a tag and the length, then the ints
-    except ValueError:
-        return None
-    count = len(values)
-    # Each fifth byte is the tag of a value, as long as all earlier values are 32-bit ints.
-    if written[_TAG_BYTES::_TAG_BYTES] != _TAG * count:
-        return None
-    ints: np.ndarray[Any, Any] = np.ndarray(count, _INT32, written, _TAG_BYTES + 1, (_TAG_BYTES,))
-    return ints.astype(np.int_)

@@ -51,6 +51,13 @@ def test_equal_items_have_equal_digests():
     assert [content_digest(copy.deepcopy(item)) for item in ITEMS] == digests
 
 
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 100), min_size=30, max_size=60))
+def test_long_lists_have_the_digests_of_tuples(values):
+    assert content_digest(values) == content_digest(tuple(values))
+    small = [value % 1000 for value in values]
+    assert content_digest(small) == content_digest(tuple(small))
+
+
 @pytest.mark.parametrize(
     "row",
     [

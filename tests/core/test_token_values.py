@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_nodes.core.token_values import array_of_ints, flatten_row
+from odb_nodes._support.arrays import array_of_ints
+from odb_nodes.core.token_values import flatten_row
 from odb_nodes.errors import SampleError
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

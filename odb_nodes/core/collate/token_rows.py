@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_nodes._support.arrays import INT64
+from odb_nodes._support.arrays import INT64, array_of_ints
 from odb_nodes._support.checks import check_count, check_integer, check_names, keep_count
 from odb_nodes.core.collate.protocol import NewTensor, copy_for_collate, new_tensor
 from odb_nodes.core.planning.budget import Layout, Shape, TokenBudget
 from odb_nodes.core.processing.columns import DataColumns, RowsLike
 from odb_nodes.core.sample import IGNORE_INDEX, LazyData
 from odb_nodes.core.sample_block import SampleBlock
-from odb_nodes.core.token_values import array_of_ints, flatten_row, is_mapping
+from odb_nodes.core.token_values import flatten_row, is_mapping
 from odb_nodes.errors import SampleError
 
 Rows = TypeVar("Rows", bound="TokenRows")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from zlib_ng.zlib_ng import crc32
 
-from odb_nodes._support.arrays import INT64
+from odb_nodes._support.arrays import INT64, array_of_ints
 from odb_nodes._support.checks import MAX_COUNT, MAX_KEY, check_count, check_type
 from odb_nodes._support.digest import content_digest
 from odb_nodes.core.sample import (
@@ -25,7 +25,7 @@ from odb_nodes.core.sample import (
     data_of,
 )
 from odb_nodes.core.sample_block import check_fits
-from odb_nodes.core.token_values import array_of_ints, flatten_row, is_mapping
+from odb_nodes.core.token_values import flatten_row, is_mapping
 from odb_nodes.errors import SampleError
 
 _SPANS = ("start_positions", "end_positions")

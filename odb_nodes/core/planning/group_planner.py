@@ -192,6 +192,7 @@ class GroupPlanner:
             self.pool.start_early(self._starts_early())
         room = self.pool.room()
         if room <= 0 and self._grows():
+            self.pool.start_early(self._starts_early())
             room = self.pool.room()
         return room
 

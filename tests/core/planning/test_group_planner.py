@@ -469,6 +469,16 @@ def test_an_auto_window_that_is_chosen_is_grown_to():
     assert pulled["full"] == 330 and pulled["early"] < 200
 
 
+@pytest.mark.parametrize("window_start, pulled", [("full", 320), ("auto", 320), ("early", 130)])
+def test_the_window_that_a_rank_chooses_alone_in_a_short_epoch_is_grown_to(window_start, pulled):
+    samples_ = [(10, 0, 0)] * 1000
+    more = {"window_start": window_start, "epoch_samples": lambda: len(samples_)}
+    stream = Stream(samples_, TokenBudget(100), "auto", **more)
+    stream.planner.follow_ranks()
+    stream.next()
+    assert (stream.planner.window, stream.planner.pool.pulled) == (320, pulled)
+
+
 def test_groups_of_a_growing_pool_are_not_looked_at_for_their_padding():
     notes = Notes()
     samples_ = [(10, 0, 0)] * 200

@@ -3,17 +3,20 @@
     python examples/benchmarks/benchmark_loader.py
     python examples/benchmarks/benchmark_loader.py --kind table
     python examples/benchmarks/benchmark_loader.py --kind ready
+    python examples/benchmarks/benchmark_loader.py --kind list --row-by-row
     python examples/benchmarks/benchmark_loader.py --kind image --samples 2000
     python examples/benchmarks/benchmark_loader.py --samples 2000 --rounds 1
 
 All collate the same texts with the same function and the same number of workers, and processing is
 next to nothing: what is measured is the plumbing. With `--kind ready` it is nothing at all, samples
 have one tensor each, and the collate function pads row by row in torch, as many do: what is left is
-the case for a loader that collates in its workers. With `--kind image`, each sample has 5 MB of
-pixels beside a short text: what is left is moving bytes. `--quiet` has the data declare that they
-draw no random numbers, so that this library does not seed them; the others never do. In every
-round each loader runs one epoch, from the start of its workers to their end, one loader after the
-other; of each loader the median run counts. Throughput is the machine's; the ratios are the result.
+the case for a loader that collates in its workers. `--row-by-row` pads other kinds in this way;
+for lists, a further row converts them to arrays in `process_fn`. With `--kind image`, each sample
+has 5 MB of pixels beside a short text: what is left is moving bytes. `--quiet` has the data declare
+that they draw no random numbers, so that this library does not seed them; the others never do. In
+every round each loader runs one epoch, from the start of its workers to their end, one loader after
+the other; of each loader the median run counts. Throughput is the machine's; the ratios are the
+result.
 
 `--kind table`, which a run without `--kind` adds, reads a tokenized table of `datasets`, of which
 this library knows all lengths before it reads a row. It compares epochs with the default collate
@@ -74,10 +77,18 @@ class ByteTexts(Dataset[Batch]):
         kind: type of `input_ids` and `labels`, both (L,) int64: a key of `KINDS`. `READY`:
             `input_ids` alone, tensors that were made before.
         quiet: whether to declare that they draw no random numbers.
+        collate_fn: what makes a batch of samples. `READY` texts have `pad_row_by_row`.
     """
 
-    def __init__(self, samples: int, kind: str, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        samples: int,
+        kind: str,
+        quiet: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.draws_random_numbers = not quiet
+        self.collate_fn = pad_row_by_row if kind == READY else collate_fn or PaddingCollate()
         rng = np.random.default_rng(0)
         lengths = draw_lengths(rng, samples)
         letters = bytes(rng.integers(97, 123, LONGEST_TOKENS, dtype=np.uint8)).decode()
@@ -96,11 +107,6 @@ class ByteTexts(Dataset[Batch]):
             return {"input_ids": self.ready[index]}
         ids = np.frombuffer(self.texts[index].encode(), np.uint8).astype(np.int64)
         return {key: KINDS[self.kind](ids) for key in ("input_ids", "labels")}
-
-    @property
-    def collate_fn(self) -> Callable[[Any], Any]:
-        """What makes a batch of samples."""
-        return pad_row_by_row if self.ready else PaddingCollate()
 
 
 class Images(Dataset[Batch]):
@@ -209,12 +215,20 @@ class Contender:
     dataset: Data
 
 
-def odb_nodes_epoch(dataset: Data, workers: int, collate_in: Any = "auto") -> Iterator[Batch]:
+def to_arrays(sample: Batch) -> Batch:
+    """Return a sample with its lists as arrays."""
+    return {key: np.asarray(values) for key, values in sample.items()}
+
+
+def odb_nodes_epoch(
+    dataset: Data, workers: int, collate_in: Any = "auto", process_fn: Any = None
+) -> Iterator[Batch]:
     """Yield the batches of this library's loader."""
     with ODBDataLoader(
         dataset,
         token_budget=dataset.budget,
         num_workers=workers,
+        process_fn=process_fn,
         collate_fn=dataset.collate_fn,
         collate_in=collate_in,
     ) as loader:
@@ -256,13 +270,18 @@ def make_contenders(args: argparse.Namespace) -> list[Contender]:
             Contender("odb_nodes", own_epoch, images),
             Contender(f"DataLoader({IMAGE_SAMPLES})", torch_epoch, images),
         ]
-    dataset = ByteTexts(samples, kind, quiet)
+    collate_fn = pad_row_by_row if args.row_by_row else None
+    dataset = ByteTexts(samples, kind, quiet, collate_fn)
+    by_arrays = Contender("odb_nodes, to arrays", partial(own_epoch, process_fn=to_arrays), dataset)
     # The package sees no length in an array and drops the sample without a word; of what it does
     # take, lists are the faster.
-    for_reference = ByteTexts(samples, "list") if kind == "numpy" else dataset
+    for_reference = dataset
+    if kind == "numpy":
+        for_reference = ByteTexts(samples, "list", collate_fn=collate_fn)
     reference = Contender("online-dynamic-batching", reference_epoch, for_reference)
     return [
         Contender("odb_nodes", own_epoch, dataset),
+        *([by_arrays] if args.row_by_row and kind == "list" else []),
         *([] if args.without_reference else [reference]),
         Contender(f"DataLoader({BATCH_SAMPLES})", torch_epoch, dataset),
     ]
@@ -411,6 +430,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="epochs of each loader")
     kinds = [*KINDS, READY, IMAGE, TABLE]
     parser.add_argument("--kind", choices=kinds, help="samples; default: numpy, and then a table")
+    parser.add_argument("--row-by-row", action="store_true", help="pad in torch, row by row")
     parser.add_argument("--quiet", action="store_true", help="declare that nothing is drawn")
     parser.add_argument("--collate-in", choices=["auto", "workers", "main"], default="auto")
     parser.add_argument("--without-reference", action="store_true", help="leave the slowest out")

@@ -30,9 +30,10 @@ from tiny_vlm import Pictures, build_processor
 from tiny_vlm import build_model as build_vlm
 from train_packed import attend_per_sample
 
-LONGEST_TOKENS, MEAN_TOKENS = 448, 64
+LONGEST_TOKENS, MEAN_TOKENS = 256, 64
 LEARNING_RATE = 1e-3
 FIXED = "fixed batches"
+LHOTSE = "lhotse, buffer as our window"
 TRL = "TRL, best fit decreasing"
 HALVES = f"{PADDED}, 2 batches a step"
 SCALED = f"{PADDED}, rate by samples"
@@ -40,7 +41,7 @@ CONTENDERS = [
     FIXED,
     "`group_by_length` of transformers",
     ODB,
-    "lhotse, buffer as our window",
+    LHOTSE,
     PADDED,
     HALVES,
     SCALED,
@@ -114,7 +115,7 @@ def text_task(quick: bool) -> Task:
         train=pieces(np.concatenate(train), 32 if quick else 2048, seed=0),
         held_out=pieces(np.concatenate(held_out), 16 if quick else 128, seed=1),
         make_model=partial(make_llama, quick),
-        budget=2 * LONGEST_TOKENS,
+        budget=4 * LONGEST_TOKENS,
         contenders=[name for name in CONTENDERS if name != SCALED],
     )
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comparing.batching import ODB, PACKED_PLANS, PADDED, PADDED_PLANS, Plan
+from comparing.batching import ODB, PACKED, PACKED_PLANS, PADDED, PADDED_PLANS, Plan
 from comparing.common import (
     Options,
     Row,
@@ -39,6 +40,7 @@ from comparing.tasks import (
     FIXED,
     HALVES,
     LEARNING_RATE,
+    LHOTSE,
     SCALED,
     TASKS,
     Batch,
@@ -55,8 +57,8 @@ POINTS = 8  # evaluations in an epoch
 TURNS = (
     ("text", 1, 0),
     ("images and text", 1, 0),
-    ("text", 1, 1),
     ("encoder-decoder", 1, 0),
+    ("text", 1, 1),
     ("images and text", 1, 1),
     ("text", 2, 0),
     ("text", 4, 0),
@@ -65,6 +67,7 @@ TURNS = (
     ("encoder-decoder", 1, 1),
     ("encoder-decoder", 1, 2),
 )
+ON_RANKS = (FIXED, ODB, LHOTSE, PADDED, PACKED)
 QUICK_TURNS = (("text", 2, 0), ("images and text", 1, 0), ("encoder-decoder", 1, 0))
 
 Epoch = dict[str, Any]
@@ -346,11 +349,13 @@ def trained(options: Options) -> Epochs:
     for name, ranks, seed in QUICK_TURNS if options.quick else TURNS:
         if seed >= options.rounds:
             continue
+        print(f"{name}, {ranks} ranks, seed {seed}", file=sys.stderr, flush=True)
         task = TASKS[name](options.quick)
         attempts(
             {
                 contender: partial(run, epochs, task, contender, way, ranks, seed)
                 for contender, way in ways_of(task, options).items()
+                if ranks == 1 or contender in ON_RANKS
                 if seed not in epochs.of(name, ranks).get(contender, {})
             }
         )
@@ -376,7 +381,7 @@ def tables(options: Options) -> Tables:
         chosen = epochs.of(name, ranks)
         if FIXED not in chosen:
             continue
-        column = name if ranks == 1 else f"{name}, {ranks} ranks"
+        column = f"{name if ranks == 1 else f'{name}, {ranks} ranks'} (n {len(chosen[FIXED])})"
         for contender in CONTENDERS:
             seeds = chosen.get(contender, {})
             speed[contender][column] = speed_cell(seeds, chosen[FIXED])
@@ -388,7 +393,7 @@ def tables(options: Options) -> Tables:
     yield Table(
         "Training: speed",
         "Real tokens per CPU second, of the slowest rank of each step, relative to fixed batches "
-        "with the same seed: median, in brackets least and greatest, and the number n of seeds. "
+        "with the same seed: median, in brackets least and greatest of n seeds. "
         f"One thread a rank, matrix products in bf16. {'; '.join(conditions)}. Load average "
         f"{min(loads):.1f} to {max(loads):.1f}.",
         [*speed.values()],
@@ -423,7 +428,7 @@ def speed_cell(epochs: dict[int, Epoch], fixed: dict[int, Epoch]) -> str:
     if not seeds:
         return ""
     ratios = [tokens_per_s(epochs[seed]) / tokens_per_s(fixed[seed]) for seed in seeds]
-    return f"{spread(ratios, 2)}, n {len(seeds)}"
+    return spread(ratios, 2) + (f", n {len(seeds)}" if len(seeds) < len(fixed) else "")
 
 
 def batches_cell(epochs: dict[int, Epoch]) -> str:

@@ -10,7 +10,13 @@ from comparing.common import Options, Row, Table, Tables
 from comparing.tasks import CONTENDERS
 from comparing.training import TURNS, Epoch, trained
 
-AXES = {"samples": "samples", "real_tokens": "real tokens", "steps": "steps", "cpu_s": "CPU s"}
+# The column of a table, what its losses have in common, and at which share of the shortest epoch.
+POINTS = (
+    ("half the samples", "samples", 0.5),
+    ("half the tokens", "real_tokens", 0.5),
+    ("equal steps", "steps", 1.0),
+    ("equal CPU s", "cpu_s", 1.0),
+)
 
 
 def tables(options: Options) -> Tables:
@@ -21,17 +27,13 @@ def tables(options: Options) -> Tables:
         every = [epoch for seeds in chosen.values() for epoch in seeds.values()]
         if not every:
             continue
-        points = {
-            axis: min(epoch[axis] for epoch in every)
-            / (2 if axis in ("samples", "real_tokens") else 1)
-            for axis in AXES
-        }
+        points = {axis: share * min(epoch[axis] for epoch in every) for _, axis, share in POINTS}
         yield Table(
             f"Quality: {name}",
-            "Held-out loss in nats per token: mean, in brackets least and greatest over the seeds. "
-            "Steps and CPU seconds are the fewest that a contender took for an epoch, samples and "
-            f"tokens half an epoch; losses between {len(every[0]['curve'])} measurements of an "
-            "epoch are interpolated.",
+            "Held-out loss in nats per token: mean, in brackets least and greatest of the seeds; "
+            "after the epoch, half its samples, half its tokens, and what the shortest epoch "
+            f"takes: {points['steps']:,.0f} steps, {points['cpu_s']:,.0f} CPU seconds. Losses "
+            f"between {len(every[0]['curve'])} measurements of an epoch are interpolated.",
             [
                 row_of(contender, [*chosen[contender].values()], points)
                 for contender in CONTENDERS
@@ -42,10 +44,13 @@ def tables(options: Options) -> Tables:
 
 def row_of(contender: str, epochs: list[Epoch], points: dict[str, float]) -> Row:
     """Return the row of a contender."""
-    row = {"": contender, "seeds": f"{len(epochs)}"}
-    row["epoch"] = range_of([epoch["loss"] for epoch in epochs])
-    for axis, unit in AXES.items():
-        column = f"{points[axis]:,.0f} {unit}"
+    row = {
+        "": contender,
+        "seeds": f"{len(epochs)}",
+        "steps": f"{statistics.fmean(epoch['steps'] for epoch in epochs):,.0f}",
+        "epoch": range_of([epoch["loss"] for epoch in epochs]),
+    }
+    for column, axis, _ in POINTS:
         row[column] = range_of([loss_after(epoch, axis, points[axis]) for epoch in epochs])
     return row
 

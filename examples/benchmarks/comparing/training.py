@@ -381,7 +381,7 @@ def tables(options: Options) -> Tables:
         chosen = epochs.of(name, ranks)
         if FIXED not in chosen:
             continue
-        column = f"{name if ranks == 1 else f'{name}, {ranks} ranks'} (n {len(chosen[FIXED])})"
+        column = name if ranks == 1 else f"{name}, {ranks} ranks"
         for contender in CONTENDERS:
             seeds = chosen.get(contender, {})
             speed[contender][column] = speed_cell(seeds, chosen[FIXED])
@@ -411,9 +411,9 @@ def conditions_of(column: str, fixed: list[Epoch]) -> str:
     epoch = fixed[0]
     rate = statistics.median(map(tokens_per_s, fixed))
     return (
-        f"{column}: {epoch['parameters'] / 1e6:.1f} million parameters, {epoch['samples']:,.0f} "
-        f"samples, {epoch['real_tokens']:,.0f} tokens, room for {epoch['budget']:,} padded ones, "
-        f"fixed batches at {rate:,.0f} real tokens / CPU s"
+        f"{column}: n {len(fixed)}, {epoch['parameters'] / 1e6:.1f} million parameters, "
+        f"{epoch['samples']:,.0f} samples, {epoch['real_tokens']:,.0f} tokens, room for "
+        f"{epoch['budget']:,} padded ones, fixed batches at {rate:,.0f} real tokens / CPU s"
     )
 
 

@@ -31,7 +31,6 @@ from tiny_vlm import build_model as build_vlm
 from train_packed import attend_per_sample
 
 LONGEST_TOKENS, MEAN_TOKENS = 256, 64
-LEARNING_RATE = 1e-3
 FIXED = "fixed batches"
 LHOTSE = "lhotse, buffer as our window"
 TRL = "TRL, best fit decreasing"
@@ -64,6 +63,7 @@ class Task:
         make_model: seed -> model.
         budget: tokens of a batch, padding included.
         contenders: ways of batching.
+        learning_rate: of AdamW.
         is_causal: whether targets are the labels but the first.
         collate: pads samples.
         pack: packs samples for a model.
@@ -75,6 +75,7 @@ class Task:
     make_model: Callable[[int], torch.nn.Module]
     budget: int
     contenders: Sequence[str]
+    learning_rate: float = 1e-3
     is_causal: bool = True
     collate: Any = PaddingCollate()  # noqa: RUF009
     pack: Callable[[torch.nn.Module], Any] = lambda _: PackedCollate()
@@ -202,16 +203,16 @@ def pad_both(samples: list[Sample]) -> Batch:
 def vlm_task(quick: bool) -> Task:
     """Return the task of a Qwen2-VL on drawn pictures."""
     processor = build_processor()
-    sizes = (32, 16) if quick else (2048, 256)
     train, held_out = (
         [processor(pictures[index]) for index in range(len(pictures))]
-        for pictures in (Pictures(sizes[0]), Pictures(sizes[1], seed=1))
+        for pictures in (Pictures(32 if quick else 2048), Pictures(16 if quick else 256, seed=1))
     )
+    width, layers = (64, 2) if quick else (192, 3)
     return Task(
         name="images and text",
         train=train,
         held_out=held_out,
-        make_model=partial(make_vlm, processor, quick),
+        make_model=partial(make_vlm, processor, width, layers),
         budget=1024,
         contenders=[name for name in CONTENDERS if name != TRL],
         collate=VisionLanguageCollate(dummy=None),
@@ -219,9 +220,23 @@ def vlm_task(quick: bool) -> Task:
     )
 
 
-def make_vlm(processor: Any, quick: bool, seed: int) -> torch.nn.Module:
+@cache
+def short_task(quick: bool) -> Task:
+    """Return the task of a small Qwen2-VL in an epoch of few steps: its loss falls to the end."""
+    task = vlm_task(quick)
+    return replace(
+        task,
+        name="images and text, short epoch",
+        train=task.train[:160],
+        held_out=task.held_out[:64],
+        make_model=partial(make_vlm, build_processor(), 64, 2),
+        budget=512,
+        learning_rate=3e-3,
+    )
+
+
+def make_vlm(processor: Any, width: int, layers: int, seed: int) -> torch.nn.Module:
     """Return a Qwen2-VL that embeds patches by a matrix product, which is faster on CPUs."""
-    width, layers = (64, 2) if quick else (192, 3)
     model = build_vlm(processor, seed=seed, width=width, layers=layers)
     model.set_attn_implementation("sdpa_in_fp32")
     embed = model.model.visual.patch_embed
@@ -229,4 +244,9 @@ def make_vlm(processor: Any, quick: bool, seed: int) -> torch.nn.Module:
     return model
 
 
-TASKS = {"text": text_task, "images and text": vlm_task, "encoder-decoder": t5_task}
+TASKS = {
+    "text": text_task,
+    "images and text": vlm_task,
+    "images and text, short epoch": short_task,
+    "encoder-decoder": t5_task,
+}

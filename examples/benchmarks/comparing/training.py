@@ -39,7 +39,6 @@ from comparing.tasks import (
     CONTENDERS,
     FIXED,
     HALVES,
-    LEARNING_RATE,
     LHOTSE,
     SCALED,
     TASKS,
@@ -57,6 +56,7 @@ POINTS = 8  # evaluations in an epoch
 TURNS = (
     ("text", 1, 0),
     ("images and text", 1, 0),
+    *(("images and text, short epoch", 1, seed) for seed in range(3)),
     ("encoder-decoder", 1, 0),
     ("text", 1, 1),
     ("images and text", 1, 1),
@@ -162,7 +162,7 @@ def train(task: Task, way: Way, rank: int, ranks: int) -> Epoch:
     torch.set_num_threads(1)
     model = task.make_model(way.seed).to(way.device)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(weights, lr=task.learning_rate, betas=(0.9, 0.95))
     model.train()
     steps, losses = [], []  # counts and times of each step; steps done and loss
     largest = samples = 0

@@ -68,7 +68,12 @@ TURNS = (
     ("encoder-decoder", 1, 2),
 )
 ON_RANKS = (FIXED, ODB, LHOTSE, PADDED, PACKED)
-QUICK_TURNS = (("text", 2, 0), ("images and text", 1, 0), ("encoder-decoder", 1, 0))
+QUICK_TURNS = (
+    ("text", 1, 0),
+    ("text", 2, 0),
+    ("images and text", 1, 0),
+    ("encoder-decoder", 1, 0),
+)
 
 Epoch = dict[str, Any]
 """Figures of an epoch over all ranks, and its curve; see `train`."""

@@ -268,8 +268,8 @@ SECTIONS = [
         },
     ),
     Claim(
-        "After as many CPU seconds, the loss on text is {ours} with `odb_nodes`, {fixed} with fixed "
-        "batches.",
+        "After as many CPU seconds, the loss on text is {ours} with `odb_nodes`, {fixed} with "
+        "fixed batches.",
         lambda ours, fixed: ours < fixed,
         {"ours": quality(PADDED, "equal CPU s"), "fixed": quality(FIXED, "equal CPU s")},
     ),

@@ -144,34 +144,45 @@ def build_processor(*, max_pixels: int = MAX_PIXELS) -> VisionLanguageProcessor:
 
 
 def build_model(
-    processor: VisionLanguageProcessor, *, seed: int = 0, device: str = "cpu"
+    processor: VisionLanguageProcessor,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    width: int = 64,
+    layers: int = 2,
 ) -> Qwen2VLForConditionalGeneration:
-    """Return the model with random weights: two layers of text, two of vision.
+    """Return the model with random weights: by default two layers of text, two of vision.
 
     Args:
         processor: the processor, which knows the tokens of the model.
         seed: the seed for torch's global generators, which this sets.
         device: the device of the weights; with one seed they differ between kinds of devices.
+        width: the width of the model, a multiple of 64.
+        layers: layers of text, and of vision.
     """
     torch.manual_seed(seed)
     token = processor.tokenizer.convert_tokens_to_ids
+    unit = width // 64
     config = Qwen2VLConfig(
         text_config={
             "vocab_size": VOCABULARY_SIZE,
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 2,
+            "hidden_size": width,
+            "intermediate_size": 3 * width,
+            "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+            "rope_scaling": {
+                "rope_type": "default",
+                "mrope_section": [2 * unit, 3 * unit, 3 * unit],
+            },
             "bos_token_id": None,
             "eos_token_id": token("<|im_end|>"),
             "use_cache": False,
         },
         vision_config={
-            "depth": 2,
-            "embed_dim": 64,
-            "hidden_size": 64,
+            "depth": layers,
+            "embed_dim": width,
+            "hidden_size": width,
             "num_heads": 4,
             "mlp_ratio": 2,
         },

@@ -55,12 +55,17 @@ def main() -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=TABLES, default=TABLES, help="tables (default: all)")
     add("--quick", action="store_true", help="all of it, but too short to judge by")
-    add("--rounds", type=int, help="turns of what is timed (default: 3; with --quick, 1)")
+    add(
+        "--rounds",
+        type=int,
+        help="turns of what is timed (default: 3; with --quick, 1; 0: only what --epochs has)",
+    )
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of the models (%(default)s)")
+    add("--epochs", type=Path, help="file of trained epochs: a later run trains those it lacks")
     add("--json", type=Path, help="file for the tables; keeps its other tables")
     args = parser.parse_args()
-    rounds = args.rounds or (1 if args.quick else 3)
-    options = Options(quick=args.quick, device=args.device, rounds=rounds)
+    rounds = (1 if args.quick else 3) if args.rounds is None else args.rounds
+    options = Options(quick=args.quick, device=args.device, rounds=rounds, epochs=args.epochs)
     found = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
     found = [table for table in found if table["name"] not in args.only]
     for name in args.only:

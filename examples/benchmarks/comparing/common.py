@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed
@@ -48,11 +49,13 @@ class Options:
         quick: make all of it so short that it shows nothing but that it runs.
         device: "cpu" or "cuda", for what trains or generates.
         rounds: how often the contenders of a timed table take turns.
+        epochs: a file for the epochs of the training tables; those that it has are kept.
     """
 
     quick: bool = False
     device: str = "cpu"
     rounds: int = 3
+    epochs: Path | None = None
 
 
 class Table(NamedTuple):

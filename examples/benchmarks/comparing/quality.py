@@ -1,106 +1,67 @@
-"""Quality: the held-out loss after as many samples, tokens and optimizer steps."""
+"""Quality: the held-out loss after as many samples, tokens, optimizer steps and CPU seconds."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
-from functools import partial
 
-from comparing.batching import PACKED, PACKED_PLANS, PADDED, PADDED_PLANS, Plan
-from comparing.common import Options, Row, Table, Tables, attempts
-from comparing.training import (
-    LEARNING_RATE,
-    Trained,
-    Way,
-    encoded,
-    lengths_of,
-    make_llama,
-    run,
-    text_task,
+import numpy as np
+
+from comparing.common import Options, Row, Table, Tables
+from comparing.tasks import CONTENDERS
+from comparing.training import TURNS, Epoch, trained
+
+# The column of a table, what its losses have in common, and at which share of the shortest epoch.
+POINTS = (
+    ("half the samples", "samples", 0.5),
+    ("half the tokens", "real_tokens", 0.5),
+    ("equal steps", "steps", 1.0),
+    ("equal CPU s", "cpu_s", 1.0),
 )
-from tiny_lm import load_corpus
-
-BATCH_SAMPLES = 8
-SEEDS = (0, 1, 2)
-
-
-def budget_for(steps: int, lengths: list[int], contender: str, window: int) -> int:
-    """Return the budget under which a contender makes about so many batches."""
-    planner = {**PADDED_PLANS, **PACKED_PLANS}[contender]
-    low, high = 64, sum(lengths)  # a sample longer than the budget is alone
-    while low < high - low // 50:
-        middle = (low + high) // 2
-        made = sum(1 for _ in planner(Plan(lengths=lengths, budget=middle, window=window)))
-        low, high = (middle, high) if made > steps else (low, middle)
-    return high
-
-
-def ways(lengths: list[int], options: Options) -> dict[str, Way]:
-    """Return all ways, each of which makes as many optimizer steps."""
-    steps = -(-len(lengths) // BATCH_SAMPLES)
-    window = 256
-    padded, quarter, packed = (
-        budget_for(number, lengths, contender, window)
-        for number, contender in ((steps, PADDED), (4 * steps, PADDED), (steps, PACKED))
-    )
-
-    def way(contender: str, budget: int, accumulate: int = 1, times: float = 1.0) -> Way:
-        return Way(
-            contender=contender,
-            budget=budget,
-            batch_size=BATCH_SAMPLES,
-            accumulate=accumulate,
-            learning_rate=times * LEARNING_RATE,
-            window=window,
-            device=options.device,
-        )
-
-    return {
-        "fixed batches": way("fixed batches", padded),
-        "`group_by_length`": way("`group_by_length` of transformers", padded),
-        "lhotse": way("lhotse, buffer as our window", padded),
-        "odb_nodes, padded": way(PADDED, padded),
-        "odb_nodes, padded, 4 batches a step": way(PADDED, quarter, 4),
-        "odb_nodes, padded, learning rate x 1.4": way(PADDED, padded, times=1.4),
-        "odb_nodes, packed": way(PACKED, packed),
-    }
 
 
 def tables(options: Options) -> Tables:
-    """Yield the table."""
-    samples = 32 if options.quick else 320
-    seeds = SEEDS[:1] if options.quick else SEEDS
-    texts = encoded(load_corpus(every=8 if options.quick else 1))
-    task = replace(text_task(1.0, texts, samples), make_model=partial(make_llama, hidden_size=32))
-    given = ways(lengths_of(task.train), options)
-    found: dict[str, list[Trained]] = {}
-    for seed in seeds:
-        turn = attempts(
-            {name: partial(run, task, replace(way, seed=seed), 1) for name, way in given.items()}
+    """Yield a table for each task that was trained on one rank."""
+    epochs = trained(options)
+    for name in dict.fromkeys(name for name, ranks, _ in TURNS if ranks == 1):
+        chosen = epochs.of(name, 1)
+        every = [epoch for seeds in chosen.values() for epoch in seeds.values()]
+        if not every:
+            continue
+        points = {axis: share * min(epoch[axis] for epoch in every) for _, axis, share in POINTS}
+        yield Table(
+            f"Quality: {name}",
+            "Held-out loss in nats per token: mean, in brackets least and greatest of the seeds; "
+            "after the epoch, half its samples, half its tokens, and what the shortest epoch "
+            f"takes: {points['steps']:,.0f} steps, {points['cpu_s']:,.0f} CPU seconds. Losses "
+            f"between {len(every[0]['curve'])} measurements of an epoch are interpolated.",
+            [
+                row_of(contender, [*chosen[contender].values()], points)
+                for contender in CONTENDERS
+                if contender in chosen
+            ],
         )
-        for name, trained in turn.items():
-            found.setdefault(name, []).append(trained)
-    yield Table(
-        "Quality",
-        f"{samples:,} pieces of text of lognormal lengths (CV 1), one epoch, one rank; budgets "
-        f"chosen so that all make about as many steps as fixed batches of {BATCH_SAMPLES}; "
-        f"{len(seeds)} seeds of model and order; held-out loss in nats per token.",
-        [row_of(name, runs, found["fixed batches"]) for name, runs in found.items()],
-    )
 
 
-def row_of(name: str, runs: list[Trained], base: list[Trained]) -> Row:
-    """Return the row of a way."""
-    losses = [one.loss for one in runs]
-    gaps = [one.loss - other.loss for one, other in zip(runs, base, strict=True)]
-    return {
-        "": name,
-        "optimizer steps": f"{runs[0].steps}",
-        "samples": f"{runs[0].samples:,}",
-        "real tokens": f"{runs[0].real_tokens:,}",
-        "largest batch, tokens": f"{max(one.largest_tokens for one in runs):,}",
-        "held-out loss": f"{statistics.fmean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
-        "more than fixed batches": (
-            f"{statistics.fmean(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})"
-        ),
+def row_of(contender: str, epochs: list[Epoch], points: dict[str, float]) -> Row:
+    """Return the row of a contender."""
+    row = {
+        "": contender,
+        "seeds": f"{len(epochs)}",
+        "steps": f"{statistics.fmean(epoch['steps'] for epoch in epochs):,.0f}",
+        "epoch": range_of([epoch["loss"] for epoch in epochs]),
     }
+    for column, axis, _ in POINTS:
+        row[column] = range_of([loss_after(epoch, axis, points[axis]) for epoch in epochs])
+    return row
+
+
+def loss_after(epoch: Epoch, axis: str, point: float) -> float:
+    """Return the held-out loss at a point of an epoch."""
+    curve = epoch["curve"]
+    return float(np.interp(point, [of[axis] for of in curve], [of["loss"] for of in curve]))
+
+
+def range_of(losses: list[float]) -> str:
+    """Return the mean of losses and, of several, their range."""
+    mean = f"{statistics.fmean(losses):.3f}"
+    return mean if len(losses) == 1 else f"{mean} ({min(losses):.3f} to {max(losses):.3f})"

@@ -1,7 +1,7 @@
 """Internals of transformers that we rely on: the `Trainer`, losses and positions of models.
 
-Read in transformers 5.23.0, 5.6.0 and 4.57.6; the extra `hf` allows 4.57 and later. Most functions
-have a canary in `tests/_compat/test_transformers.py`.
+Read in transformers 5.23.0, 5.6.0 and 4.57.6; the extra `hf` allows 4.57.1 and later. Most
+functions have a canary in `tests/_compat/test_transformers.py`.
 """
 
 from __future__ import annotations

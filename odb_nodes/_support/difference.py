@@ -27,7 +27,10 @@ def difference(expected: Any, actual: Any) -> str | None:
         if isinstance(expected, torch.Tensor) and torch.equal(expected, actual):
             return None
         both_nan = (expected != expected) & (actual != actual)
-        places = torch.as_tensor((expected != actual) & ~both_nan)
+        differs: Any = (expected != actual) & ~both_nan
+        if isinstance(differs, np.bool_):  # of arrays without dimensions
+            differs = np.asarray(differs)  # torch 2.6 warns of scalars of numpy 1
+        places = torch.as_tensor(differs)
         if not places.any():
             return None
         # `nonzero` of all places would take more memory than both tensors.

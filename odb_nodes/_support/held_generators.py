@@ -110,7 +110,8 @@ def _values_in(value: Any) -> list[Any]:
         return [*value.datasets]
     values += getattr(value, "__dict__", {}).values()
     for base in type(value).__mro__:
-        if base.__module__.partition(".")[0] not in _LIBRARIES:
+        library = str(base.__module__).partition(".")[0]  # no string for Cython in Python 3.10
+        if library not in _LIBRARIES:
             slots = vars(base).get("__slots__", ())
             names = [slots] if isinstance(slots, str) else slots
             values += [getattr(value, _mangled(name, base), None) for name in names]

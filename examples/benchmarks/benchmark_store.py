@@ -6,9 +6,10 @@ r"""How fast samples come from an object store: an S3 server on loopback that th
 
 "index": making the dataset where nothing is kept. "first batch": making dataset and loader with a
 kept index and no kept data, until the first batch. "resume": the same with a state of mid-epoch.
-"rate": of an epoch, whose data are fetched from the store. "memory": of all its processes, shared
-pages divided among them (PSS), after a tenth of the epoch, half of it, and at its end. Each is
-measured in a new process, after its imports. Of `odb_nodes`, each sample is checked to come once
+"samples / s": of an epoch, whose data are fetched from the store, with the start of its workers;
+CPU time is that of all ranks and workers, without the server. "memory": of all its processes,
+shared pages divided among them (PSS), after a tenth of the epoch, half of it, and at its end. Each
+is measured in a new process, after its imports. Of `odb_nodes`, each sample is checked to come once
 over all ranks.
 
 The server is written in Python: it bounds the rates, which compare only to each other. Rivals that
@@ -266,11 +267,11 @@ def first_batch_s(kind: str, workers: int, state: Path | None) -> float:
 
 def epoch(
     kind: str, samples: int, workers: int, state: Path, rank: int, ranks: int
-) -> tuple[float, list[float]]:
-    """Return seconds of an epoch, and its memory; check its samples."""
+) -> tuple[float, float, list[float]]:
+    """Return seconds of an epoch, its CPU seconds, and its memory; check its samples."""
     came = torch.zeros(samples, dtype=torch.int32)
     memory: list[float] = []
-    began_s = time.perf_counter()
+    began_s, began_cpu_s = time.perf_counter(), cpu_s()
     with make_loader(kind, workers) as loader:
         for batch in loader:
             info = pop_step_info(batch)
@@ -281,16 +282,18 @@ def epoch(
                 state.with_suffix(f".{rank}").write_bytes(pickle.dumps(loader.state_dict()))
         passed_s = time.perf_counter() - began_s
         memory.append(memory_mib())
+    used_s = torch.tensor(cpu_s() - began_cpu_s)
     if ranks > 1:
         torch.distributed.all_reduce(came)
+        torch.distributed.all_reduce(used_s)
     if not bool((came == 1).all()):
         raise RuntimeError(f"{int((came != 1).sum())} samples did not come once")
-    return passed_s, memory
+    return passed_s, float(used_s), memory
 
 
 def rival_epoch(batches: Callable[[], Batches], samples: int) -> Row:
     """Return the row of a rival."""
-    began_s = time.perf_counter()
+    began_s, began_cpu_s = time.perf_counter(), cpu_s()
     seen, first_s, memory = 0, 0.0, list[float]()
     for batch in batches():
         first_s = first_s or time.perf_counter() - began_s
@@ -298,7 +301,8 @@ def rival_epoch(batches: Callable[[], Batches], samples: int) -> Row:
         is_due(memory, seen / samples)
     memory.append(memory_mib())
     passed_s = time.perf_counter() - began_s
-    return row_of(seen / passed_s, first_s, memory) | {"samples": f"{seen:,}"}
+    used_s = cpu_s() - began_cpu_s
+    return row_of(seen, first_s, passed_s, used_s, memory) | {"samples": f"{seen:,}"}
 
 
 def is_due(memory: list[float], done: float) -> bool:
@@ -309,11 +313,19 @@ def is_due(memory: list[float], done: float) -> bool:
     return True
 
 
-def row_of(rate: float, first_s: float, memory: list[float]) -> Row:
+def cpu_s() -> float:
+    """Return the CPU time so far of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def row_of(
+    samples: int, first_s: float, passed_s: float, used_s: float, memory: list[float]
+) -> Row:
     """Return what all rows have."""
     return {
         "first batch, s": f"{first_s:.2f}",
-        "samples / s": f"{rate:,.0f}",
+        "samples / s": f"{samples / passed_s:,.0f}",
+        "CPU us a sample": f"{used_s / samples * 1e6:,.0f}",
         "memory, MiB": ", ".join(f"{mib:.0f}" for mib in memory),
     }
 
@@ -333,8 +345,7 @@ def measured(kind: str, options: argparse.Namespace, ranks: int, folder: Path) -
     first_s = run(first_batch_s, kind, options.workers, None)
     forget("ranges")
     job = (kind, options.samples, options.workers, state)
-    passed_s, memory = run(in_ranks, epoch, job, ranks)
-    row = row_of(options.samples / passed_s, first_s, memory)
+    row = row_of(options.samples, first_s, *run(in_ranks, epoch, job, ranks))
     if ranks == 1:
         forget("ranges")
         resume_s = run(first_batch_s, kind, options.workers, state.with_suffix(".0"))

@@ -38,6 +38,7 @@ CV1, LARGEST = "CV 1.0: padding, fill", "largest batch / budget"
 TEXT, IMAGES, LOSS = "text", "images and text, short epoch", 3
 WAITING = "waiting, %, 4 ranks"
 RATE_2, RATE_4 = "samples / s, 2 workers", "samples / s, 4 workers"
+OUR_STORES = ("odb_nodes, Parquet", "odb_nodes, tar")
 START, RESUME, AGAIN = "start, s", "resume, s", "made again"
 
 
@@ -179,14 +180,17 @@ IN_SHORT = [
         },
     ),
     Claim(
-        "| **WebDataset** {web} and **LitData** {litdata} samples / s, `odb_nodes` {ours} |",
-        lambda web, litdata, ours: min(web, litdata) > max(ours),
+        "| level by CPU time: LitData {litdata} us a text, WebDataset {web}, `odb_nodes` {ours}; "
+        "**WebDataset** and **LitData** by the wall-clock time of a short epoch |",
+        lambda litdata, web, ours, rates, our_rates: (
+            max(ours) < 1.4 * min(litdata, web) and max(our_rates) < min(rates)
+        ),
         {
-            "web": store("WebDataset, tar", "samples / s"),
-            "litdata": store("LitData", "samples / s"),
-            "ours": [
-                store(name, "samples / s") for name in ("odb_nodes, tar", "odb_nodes, Parquet")
-            ],
+            "litdata": store("LitData", "CPU us a sample"),
+            "web": store("WebDataset, tar", "CPU us a sample"),
+            "ours": [store(name, "CPU us a sample") for name in OUR_STORES],
+            "rates": [store(name, "samples / s") for name in ("LitData", "WebDataset, tar")],
+            "our_rates": [store(name, "samples / s") for name in OUR_STORES],
         },
     ),
 ]
@@ -335,6 +339,7 @@ TABLES = [
             "first batch, s": ("Object store", "first batch, s"),
             "resume, s": ("Object store", "resume, s"),
             "samples / s": ("Object store", "samples / s"),
+            "CPU us a sample": ("Object store", "CPU us a sample"),
             "memory, MiB": ("Object store", "memory, MiB"),
         },
         {

@@ -192,6 +192,7 @@ class _Line:
 def _limited(connection: Connection[Any, Any]) -> Iterator[None]:
     """End a connection whose other end does not complete the block in time; notice lost hosts."""
     with socket.socket(fileno=os.dup(connection.fileno())) as copy:
+        copy.setblocking(True)  # A default timeout would make it non-blocking, and `connection`.
         copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         timer = threading.Timer(_HANDSHAKE_S, copy.shutdown, (socket.SHUT_RDWR,))
         timer.daemon = True

@@ -397,21 +397,29 @@ class FeedSource(EpochNode[Any, FeedState]):
         """Take what was made of a request; return whether it was expected."""
         self._check_process()
         check_count("version", version, 0, MAX_KEY)
+        if not self._expects(key):
+            return False
+        # Without the lock: this takes long, and may call the user's `observe`.
         items = self._checked_items(key, data)
         with self._changed:
+            if not self._expects(key):
+                return False
             if key in self._in_flight:
                 request, _ = self._in_flight.pop(key)
-            elif key in self._issued_before:  # by a generator that an earlier trainer had
+            else:  # by a generator that an earlier trainer had
                 request = next(entry for entry in self._to_issue if entry.key.key == key)
                 self._to_issue.remove(request)
                 self._issued_before.remove(key)
-            else:
-                self._ignored += 1
-                return False
             self._finished.append(_Entry(request.key, data, version, items))
             self._last_put_s = time.monotonic()
             self._changed.notify_all()
             return True
+
+    def _expects(self, key: int) -> bool:
+        with self._changed:
+            is_expected = key in self._in_flight or key in self._issued_before
+            self._ignored += not is_expected
+        return is_expected
 
     def _checked_items(self, key: int, data: bytes) -> Any:
         items = _items_of(data)

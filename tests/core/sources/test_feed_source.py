@@ -263,6 +263,7 @@ def test_put_refuses_what_the_loader_cannot_train_on_and_nothing_else_is_lost(of
         with pytest.raises(SampleError, match=r"for key 0: .*`input_ids`.* stays in flight"):
             generator.put(0, [{"text": "no tokens"}])
         assert feed.in_flight == [0] and generator.put(0, Skipped("refused"))
+        assert not generator.put(0, [{"text": "no tokens"}])  # The key is no longer in flight.
         with generators(feed), pytest.warns(UserWarning, match="refused"):
             infos = [pop_step_info(batch) for batch in batches]
     assert sorted(key for info in infos for key in info.keys) == [*range(1, 40)]
@@ -518,6 +519,17 @@ def test_a_connection_that_says_nothing_is_ended(monkeypatch):
         with socket.create_connection(feed.serve().address, timeout=30) as connection:
             while connection.recv(4096):  # the challenge, and then the end
                 pass
+
+
+def test_a_default_timeout_of_sockets_ends_no_connection():
+    socket.setdefaulttimeout(30)
+    try:
+        with closing(feed_of()) as feed:
+            feed.reset()
+            client = client_of(feed)
+            assert client.put(client.request().key, rows_of(0))
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 def test_a_client_that_ends_gives_back_only_what_it_holds():

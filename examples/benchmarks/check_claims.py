@@ -31,7 +31,7 @@ def main() -> None:
     add("--write", action="store_true", help="put the figures of the runs on the pages")
     add("--strict", action="store_true", help="a table that a run lacks is an error")
     args = parser.parse_args()
-    runs = {path.name: read_run(path) for path in args.runs}
+    runs = {str(path): read_run(path) for path in args.runs}
     failed = False
     for name, (claims, tables) in PAGES.items():
         page = REPOSITORY / name

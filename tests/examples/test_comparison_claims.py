@@ -88,6 +88,28 @@ def test_a_row_that_a_run_lacks_is_an_error(comparing):
     ]
 
 
+@pytest.mark.parametrize("lack", ["row", "cell"])
+def test_a_row_of_a_page_that_only_one_run_has_is_an_error(comparing, lack):
+    ours, theirs = make_run("0.07")["Padding"]
+    lacking = [theirs] if lack == "row" else [{**ours, "padding, fill": ""}, theirs]
+    errors = check(comparing, PAGE, {**RUNS, "run2": {"Padding": lacking}}).errors
+    assert "Padding: ours: padding, fill is in 1 of 2 runs, for: | |" in errors[-1]
+
+
+def test_a_column_that_no_run_has_is_an_error(comparing):
+    table = comparing[0].PageTable(
+        {"padding": ("Padding", "padding, fill"), "time": ("Padding", "hours")}, {"ours": "ours"}
+    )
+    page = "| | padding | time |\n| --- | --- | --- |\n| ours | 0.02, 0.9 | |\n"
+    errors = comparing[0].check(page, RUNS, [], [table]).errors
+    assert errors == ["no column 'hours' in the table 'Padding', for: | | padding | time |"]
+
+
+@pytest.mark.parametrize("cells, text", [(["yes", "no"], "yes / no"), (["1 s", "3 s"], "1 to 3 s")])
+def test_cells_of_unlike_words_are_both_on_the_page(comparing, cells, text):
+    assert comparing[0].merged(cells) == text
+
+
 @pytest.mark.parametrize("name", ["docs/comparison.md", "README.md"])
 def test_the_page_agrees_with_the_runs(comparing, name):
     claims, page = comparing

@@ -154,12 +154,18 @@ class PageTable:
 
     def put(self, _match: re.Match[str], runs: Sequence[Run]) -> str:
         """Return the lines of the table."""
-        lines = [self.header, "| --- |" + " --- |" * len(self.columns)]
-        for title, name in self.rows.items():
-            cells = [merged([*cells_of(name, *source, runs)]) for source in self.columns.values()]
+        rows = {
+            title: [merged(cells_of(name, *source, runs)) for source in self.columns.values()]
+            for title, name in self.rows.items()
+        }
+        for title, cells in rows.items():
             if not any(cells):
-                raise LookupError(f"no row {name!r} in {', '.join(self.tables)}")
-            lines.append(f"| {title} | " + " | ".join(cells) + " |")
+                raise LookupError(f"no row {self.rows[title]!r} in {', '.join(self.tables)}")
+        for position, (table, column) in enumerate(self.columns.values()):
+            if not any(cells[position] for cells in rows.values()):
+                raise LookupError(f"no column {column!r} in the table {table!r}")
+        lines = [self.header, "| --- |" + " --- |" * len(self.columns)]
+        lines += [f"| {title} | " + " | ".join(cells) + " |" for title, cells in rows.items()]
         return "".join(re.sub("  +", " ", line) + "\n" for line in lines)
 
     @property
@@ -168,10 +174,17 @@ class PageTable:
         return re.escape(self.header) + r"\n(?:\|.*\n)*"
 
 
-def cells_of(name: str, table: str, column: str, runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the cell of each run that has the row."""
-    for run in runs:
-        yield from (row.get(column, "") for row in run[table] if row[""] == name)
+def cells_of(name: str, table: str, column: str, runs: Sequence[Run]) -> list[str]:
+    """Return the cell of each run; nothing if no run has one.
+
+    Raises:
+        LookupError: only some runs have it.
+    """
+    rows = [row for run in runs for row in run[table] if row[""] == name]
+    cells = [row[column] for row in rows if row.get(column)]
+    if len(cells) not in (0, len(runs)):
+        raise LookupError(f"{table}: {name}: {column} is in {len(cells)} of {len(runs)} runs")
+    return cells
 
 
 def merged(cells: Sequence[str]) -> str:
@@ -179,9 +192,9 @@ def merged(cells: Sequence[str]) -> str:
     if len(set(cells)) == 1:
         return cells[0]
     texts = [cell.partition(" (")[0] for cell in cells]  # without the range of a run
-    of_runs = [NUMBER.findall(text) for text in texts]
-    if len(set(map(len, of_runs))) > 1:
+    if len({NUMBER.sub("#", text) for text in texts}) > 1:
         return " / ".join(dict.fromkeys(texts))
+    of_runs = [NUMBER.findall(text) for text in texts]
     spreads = iter([spread_of(numbers) for numbers in zip(*of_runs, strict=True)])
     return NUMBER.sub(lambda _: next(spreads), texts[0]) if texts else ""
 

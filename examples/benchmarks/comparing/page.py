@@ -203,7 +203,7 @@ SECTIONS = [
         {"fill": padding(FIXED, CV1, 1)},
     ),
     Claim(
-        "The largest batch of lhotse is {lhotse} x the budget, the largest of `odb_nodes` "
+        "At CV 2, the largest batch of lhotse is {lhotse} x the budget, the largest of `odb_nodes` "
         "{ours} x.",
         lambda lhotse, ours: lhotse > 1 >= max(ours),
         {

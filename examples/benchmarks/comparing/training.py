@@ -3,6 +3,8 @@
 All contenders have one loop, one model and one loss, the exact mean over the targets of an
 optimizer step of all ranks: what differs is the batches. Fixed batches have room for their longest
 sample within the budget, and as many of them make an optimizer step as hold the samples of ours.
+The clock has our loader, but neither the planning of others nor the worker process of
+online-dynamic-batching.
 """
 
 from __future__ import annotations
@@ -197,7 +199,8 @@ def train(task: Task, way: Way, rank: int, ranks: int) -> Epoch:
         size = len(task.train) / POINTS
         if before // size < samples // size:
             losses.append((len(steps), held_out_loss(task, model, way.device, rank)))
-            sum_ranks([], ranks)  # The others wait for the first rank.
+            if ranks > 1:
+                dist.barrier()  # The others wait for the first rank.
     if losses[-1][0] < len(steps):
         losses.append((len(steps), held_out_loss(task, model, way.device, rank)))
     figures = summary(torch.tensor(steps, dtype=torch.float64), losses, largest, ranks)
@@ -322,10 +325,11 @@ class Epochs:
     Args:
         path: a JSON file; epochs that it has are not trained again.
         quick: whether the epochs are the short ones.
+        device: of the models; epochs of a file that names none are of the CPU.
     """
 
-    def __init__(self, path: Path | None, quick: bool) -> None:
-        self._path, self._quick = path, quick
+    def __init__(self, path: Path | None, quick: bool, device: str = "cpu") -> None:
+        self._path, self._kind = path, (quick, device)
         self._all: list[Epoch] = []
         if path and path.exists():
             self._all = json.loads(path.read_text())
@@ -334,13 +338,15 @@ class Epochs:
         """Return the epochs of a task, by contender and seed."""
         chosen: dict[str, dict[int, Epoch]] = {}
         for epoch in self._all:
-            if (epoch["task"], epoch["ranks"], epoch["quick"]) == (task, ranks, self._quick):
+            kind = epoch["quick"], epoch.get("device", "cpu")
+            if (epoch["task"], epoch["ranks"], kind) == (task, ranks, self._kind):
                 chosen.setdefault(epoch["contender"], {})[epoch["seed"]] = epoch
         return chosen
 
     def add(self, epoch: Epoch) -> None:
         """Keep an epoch."""
-        self._all.append({"quick": self._quick, **epoch})
+        quick, device = self._kind
+        self._all.append({"quick": quick, "device": device, **epoch})
         if self._path:
             partial_path = self._path.with_suffix(".partial")
             partial_path.write_text(json.dumps(self._all, indent=1))
@@ -350,7 +356,7 @@ class Epochs:
 @cache
 def trained(options: Options) -> Epochs:
     """Return all epochs, of `rounds` seeds; trains those that the file lacks."""
-    epochs = Epochs(options.epochs, options.quick)
+    epochs = Epochs(options.epochs, options.quick, options.device)
     for name, ranks, seed in QUICK_TURNS if options.quick else TURNS:
         if seed >= options.rounds:
             continue

@@ -165,6 +165,7 @@ def tables(options: Options) -> Tables:
         f"padded token, and for attention: half of the time of {ATTENTION_TOKENS:,} tokens. "
         f"Budget {BUDGET:,} tokens, window {WINDOW} samples. Waiting: share of the epoch, mean of "
         "the ranks. Balance: mean time of the ranks / time of the slowest. Batches of others are "
-        f"planned before the clock starts. The median of {options.rounds}, and the range.",
+        "planned before the clock starts; the time of our loader is in the epoch alone. "
+        f"The median of {options.rounds}, and the range.",
         [row for row in rows.values() if len(row) > 1],
     )

@@ -38,7 +38,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import s3fs  # type: ignore[import-untyped]  # noqa: F401 - before the clock starts
 import torch
 
 from comparing.common import Row, Table, attempts, in_ranks, isolated, rival
@@ -337,6 +336,7 @@ def forget(what: str) -> None:
 
 def measured(kind: str, options: argparse.Namespace, ranks: int, folder: Path) -> Row:
     """Return the row of this library."""
+    rival("s3fs")  # before the clock starts
     state = folder / "state"
     run = partial(isolated, limit_s=TIMEOUT_S)
     forget(".")
@@ -374,7 +374,6 @@ def contenders(options: argparse.Namespace, url: str, folder: Path) -> dict[str,
         "Streaming": partial(streaming, folder, workers),
     }
     writers = {"LitData": write_litdata, "Streaming": write_streaming}
-
     modules = {"WebDataset, tar": "webdataset", "LitData": "litdata", "Streaming": "streaming"}
 
     def run_rival(name: str) -> Row:

@@ -32,6 +32,7 @@ PINS = {
     "moto": "moto[server]",
     "odb": "online-dynamic-batching==0.1.2",
     "peft": "peft==0.21.2",
+    "s3fs": "'odb-nodes[s3]'",
     "spdl": "spdl==0.8.0",
     "streaming": "mosaicml-streaming==0.13.0",
     "transformers": "transformers==5.23.0",

@@ -67,8 +67,8 @@ def main() -> None:
     rounds = (1 if args.quick else 3) if args.rounds is None else args.rounds
     options = Options(quick=args.quick, device=args.device, rounds=rounds, epochs=args.epochs)
     found = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
-    found = [table for table in found if table["name"] not in args.only]
     for name in args.only:
+        found = [table for table in found if table["name"] != name]
         tables: Callable[[Options], Tables] = import_module(f"comparing.{name}").tables
         began_s = time.monotonic()
         for table in tables(options):

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +26,8 @@ The end.
 @pytest.fixture
 def comparing(monkeypatch):
     """Return the modules of the checker and of the page."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for folder in (BENCHMARKS.parent, BENCHMARKS):
+        monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module("comparing.claims"), importlib.import_module("comparing.page")
 
 
@@ -122,6 +124,34 @@ def test_a_quick_run_is_refused(comparing, tmp_path):
     path.write_text(json.dumps([{"title": "Padding", "quick": True, "rows": []}]))
     with pytest.raises(ValueError, match=r"run\.json has tables of --quick.*Padding"):
         comparing[0].read_run(path)
+
+
+@pytest.mark.slow
+def test_a_run_replaces_the_tables_that_it_makes_and_keeps_all_others(comparing, tmp_path):
+    common, path = importlib.import_module("comparing.common"), tmp_path / "run.json"
+    path.write_text(json.dumps([{"name": name, "title": name} for name in ("waits", "padding")]))
+
+    def tables(_options):
+        yield common.Table("Padding", "conditions", [{"": "ours"}])
+        raise KeyboardInterrupt
+
+    command = ["compare.py", "--json", str(path), "--only", "padding", "waits"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sys, "argv", command)
+        patch.setitem(sys.modules, "comparing.padding", SimpleNamespace(tables=tables))
+        importlib.import_module("compare").main()
+    assert [table["title"] for table in json.loads(path.read_text())] == ["waits", "Padding"]
+
+
+@pytest.mark.slow
+def test_epochs_of_another_length_or_device_are_not_those_of_a_run(comparing, tmp_path):
+    training, path = importlib.import_module("comparing.training"), tmp_path / "epochs.json"
+    kinds = [(False, "cpu"), (True, "cpu"), (False, "cuda")]
+    for seed, kind in enumerate(kinds):
+        epoch = {"task": "text", "ranks": 1, "contender": "ours", "seed": seed}
+        training.Epochs(path, *kind).add(epoch)
+    for seed, kind in enumerate(kinds):
+        assert [*training.Epochs(path, *kind).of("text", 1)["ours"]] == [seed]
 
 
 @pytest.mark.slow

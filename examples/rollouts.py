@@ -91,15 +91,14 @@ def generate(folder: Path) -> None:
     policy, version, newest = build_policy(), 0, folder / "policy.pt"
     driver = multiprocessing.parent_process()
     while driver is not None and driver.is_alive():
-        try:
+        with suppress(WorkerError):
             for request in client.requests():
                 with suppress(FileNotFoundError, EOFError):
                     saved = torch.load(newest)
                     policy.load_state_dict(saved["policy"])
                     version = saved["step"]
                 client.put(request.key, sample_answers(policy, request.item), version)
-        except WorkerError:
-            time.sleep(0.2)  # The trainer is starting.
+        time.sleep(0.2)  # The trainer is starting, or has closed the feed.
 
 
 def train(options: argparse.Namespace, has_trained: Event | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Claims and tables of docs/comparison.md, each checked against the tables of two runs.
+"""Claims and tables of pages, each checked against the tables of two runs.
 
 A claim is a text of the page, in which a name in braces stands for cells of a run, and a condition
 that these must meet in each run. Where runs differ, the page has the least and the greatest figure.

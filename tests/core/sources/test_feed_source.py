@@ -444,25 +444,24 @@ def put_in_child(feed, results):
 def test_processes_put_and_the_requests_of_a_killed_process_are_issued_again():
     feed = feed_of(60)
     spawn, client = multiprocessing.get_context("spawn"), feed.serve()
-    processes = [
+    fast, slow = (
         spawn.Process(target=generate, args=(client, delay_s), daemon=True)
         for delay_s in (0.01, 1000)
-    ]
+    )
     with loader_over(feed) as loader:
         batches = iter(loader)
-        for process in processes:
-            process.start()
-        keys = []
+        slow.start()
         deadline = time.monotonic() + 120
-        while len(feed.in_flight) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)  # until the slow process has a request
-        processes[1].kill()
-        for batch in batches:
-            keys += pop_step_info(batch).keys
+        while not feed.in_flight and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert feed.in_flight == [0]
+        fast.start()
+        slow.kill()
+        keys = [key for batch in batches for key in pop_step_info(batch).keys]
     assert sorted(keys) == [*range(60)]
-    processes[0].join(60)
-    processes[1].join(60)
-    assert processes[0].exitcode == 7  # `requests` ends once the feed is closed
+    fast.join(60)
+    slow.join(60)
+    assert fast.exitcode == 7  # `requests` ends once the feed is closed
 
 
 @pytest.mark.slow

@@ -290,7 +290,7 @@ def make_contenders(args: argparse.Namespace) -> list[Contender]:
 def measure_batches(epoch: Iterator[Batch]) -> Run:
     """Run one epoch and count what comes out."""
     samples = batches = real_tokens = padded_tokens = 0
-    start, cpu_start = time.perf_counter(), _cpu_s()
+    start, cpu_start = time.perf_counter(), cpu_s()
     for batch in epoch:
         samples += len(batch["input_ids"])
         batches += 1
@@ -303,11 +303,11 @@ def measure_batches(epoch: Iterator[Batch]) -> Run:
         real_tokens=real_tokens,
         padded_tokens=padded_tokens,
         seconds=time.perf_counter() - start,
-        cpu_s=_cpu_s() - cpu_start,
+        cpu_s=cpu_s() - cpu_start,
     )
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """Return the CPU time so far of this process and of its children that have ended."""
     return sum(os.times()[:4])
 

@@ -40,6 +40,7 @@ import numpy as np
 import psutil
 import torch
 
+from benchmark_loader import cpu_s
 from comparing.common import Row, Table, attempts, in_ranks, isolated, rival
 from odb_nodes import ODBDataLoader, PaddingCollate, ParquetDataset, TarDataset, pop_step_info
 
@@ -310,11 +311,6 @@ def is_due(memory: list[float], done: float) -> bool:
         return False
     memory.append(memory_mib())
     return True
-
-
-def cpu_s() -> float:
-    """Return the CPU time so far of this process and of its children that have ended."""
-    return sum(os.times()[:4])
 
 
 def row_of(

@@ -36,7 +36,7 @@ quality = partial(Cell, "Quality: text")
 
 CV1, LARGEST = "CV 1.0: padding, fill", "largest batch / budget"
 TEXT, IMAGES, LOSS = "text", "images and text, short epoch", 3
-WAITING = "waiting, %, 4 ranks"
+MEASURED = "balance, measured"
 RATE_2, RATE_4 = "samples / s, 2 workers", "samples / s, 4 workers"
 OUR_STORES = ("odb_nodes, Parquet", "odb_nodes, tar")
 START, RESUME, AGAIN = "start, s", "resume, s", "made again"
@@ -145,14 +145,13 @@ IN_SHORT = [
         },
     ),
     Claim(
-        "| `odb_nodes`, `step_time`: {timed} % of an epoch, lhotse {lhotse} %, fixed batches "
-        "{fixed} % |",
-        lambda timed, lhotse, fixed, other: timed < min(lhotse, fixed, other),
+        "| `odb_nodes`, `step_time`: {timed}; lhotse {lhotse}, fixed batches {fixed} |",
+        lambda timed, lhotse, fixed, other: timed > max(lhotse, fixed, other),
         {
-            "timed": waits(TIMED, WAITING),
-            "lhotse": waits(LHOTSE, WAITING),
-            "fixed": waits(FIXED, WAITING),
-            "other": waits(LHOTSE_TIME, WAITING),
+            "timed": waits(TIMED, MEASURED),
+            "lhotse": waits(LHOTSE, MEASURED),
+            "fixed": waits(FIXED, MEASURED),
+            "other": waits(LHOTSE_TIME, MEASURED),
         },
     ),
     Claim(
@@ -180,10 +179,10 @@ IN_SHORT = [
         },
     ),
     Claim(
-        "| level by CPU time: LitData {litdata} us a text, WebDataset {web}, `odb_nodes` {ours}; "
+        "| **LitData** by CPU time: {litdata} us a text, `odb_nodes` {ours}, WebDataset {web}; "
         "**WebDataset** and **LitData** by the wall-clock time of a short epoch |",
         lambda litdata, web, ours, rates, our_rates: (
-            max(ours) < 1.4 * min(litdata, web) and max(our_rates) < min(rates)
+            litdata < min(web, *ours) and max(our_rates) < min(rates)
         ),
         {
             "litdata": store("LitData", "CPU us a sample"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -60,6 +61,7 @@ class Bar(tqdm):  # type: ignore[misc]
     """
 
     monitor_interval = 0
+    _lock = threading.RLock()  # tqdm's own has a semaphore, which a kill would leave in /dev/shm
     ncols: int | None
     nrows: int | None
     postfix: str | None = None  # tqdm does not set it if it draws nothing

@@ -4,6 +4,7 @@ import io
 import logging
 import sys
 import time
+from multiprocessing import synchronize
 
 import pytest
 from tqdm import std
@@ -41,6 +42,20 @@ def test_a_progress_line_is_a_warning_of_the_library(clock, caplog):
     slow.update(done=7)
     line = ("odb_nodes", logging.WARNING, "samples read: 7 of 200 after 20 s")
     assert caplog.record_tuples == [line]
+
+
+def test_a_bar_makes_no_semaphore_which_a_kill_would_leave(monkeypatch):
+    monkeypatch.delattr(std.tqdm, "_lock", raising=False)
+    monkeypatch.delattr(std.TqdmDefaultWriteLock, "mp_lock", raising=False)
+    made = []
+
+    def make(*_, **__):
+        made.append("semaphore")
+        raise OSError
+
+    monkeypatch.setattr(synchronize.SemLock, "__init__", make)
+    Bar(None, "trials", None).close()
+    assert not made
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 3), (1, 0)])

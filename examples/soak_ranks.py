@@ -6,9 +6,11 @@ The driver starts it in a process for each rank, and reads what it prints into i
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -250,6 +252,13 @@ def train(job: Job) -> None:
     dist.destroy_process_group()
 
 
+def end_with_driver() -> None:
+    """Wait until the driver has ended, and end this process."""
+    if (driver := multiprocessing.parent_process()) is not None:
+        driver.join()
+        os._exit(1)
+
+
 def run_rank(rank: int, job: Job) -> None:
     """Be a rank, with standard output and errors in its log."""
     log = os.open(job.logs / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -259,6 +268,7 @@ def run_rank(rank: int, job: Job) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port)}
     torch.set_num_threads(1)
+    threading.Thread(target=end_with_driver, daemon=True).start()
     try:
         train(job)
     except Exception as error:

@@ -7,8 +7,9 @@
 Four ranks train a tiny model on a mixture of JSON Lines, Parquet and a stream. Ranks and workers
 are killed, stopped for less and for more than the timeout, meet a full disk, and resume on other
 numbers of ranks; then the ranks start again from the newest checkpoint. The ledger is audited after
-each start and at the end of each run: each sample must have one fate per epoch. Runs alternate
-between plain ranks and 12 virtual ranks.
+each fault and at the end of each run: each sample must have one fate per epoch. A step that is
+repeated must have the same loss, to the last bit. Runs alternate between plain ranks and 12 virtual
+ranks; epochs of the same ranks must have the same steps in all runs, whatever the faults.
 
 The script exits with 1 if an audit fails, a process or a file is left behind, something takes
 longer than its limit, or a fault ends in anything but an error that names it. Where it may mount
@@ -37,15 +38,7 @@ from typing import NamedTuple
 import psutil
 
 from odb_nodes import audit
-from soak_processes import (
-    Attempt,
-    End,
-    SoakError,
-    Usage,
-    marked,
-    start_server,
-    wait_until,
-)
+from soak_processes import Attempt, End, SoakError, Usage, marked, start_server, wait_until
 from soak_ranks import SAVE_EVERY, WEIGHTS, Job, write_data
 
 KINDS = (
@@ -108,6 +101,7 @@ class Soak:
         self._usages: list[Usage] = []  # of the present attempt
         self._measured_s = self._printed_s = 0.0
         self._losses: dict[tuple[int, int], str] = {}  # of the run, by step and ranks
+        self._digests: dict[tuple[int, ...], str] = {}  # of epochs, by the ranks up to their end
         self.shm_before = {*os.listdir("/dev/shm")} if self.has_disk else set()
         self.servers = start_server()
 
@@ -238,6 +232,11 @@ class Soak:
         is_whole = result.ok and result.state == "ended"
         if not is_whole or {*samples} != {sum(self.sizes.values())}:
             raise SoakError(f"the audit fails:\n{result}")
+        ranks: tuple[int, ...] = ()
+        for epoch in result.epochs:
+            ranks += epoch.world_sizes
+            if self._digests.setdefault(ranks, epoch.digest) != epoch.digest:
+                raise SoakError(f"epoch {epoch.epoch} has other steps than in an earlier run")
         steps = sum(epoch.steps for epoch in result.epochs)
         losses = [float(self._losses[key]) for key in sorted(self._losses)]
         self.counts["epochs audited"] += len(samples)

@@ -101,6 +101,7 @@ class Soak:
         self._usages: list[Usage] = []  # of the present attempt
         self._measured_s = self._printed_s = 0.0
         self._losses: dict[tuple[int, int], str] = {}  # of the run, by step and ranks
+        self._unfinished: set[str] = set()  # folders from before the first checkpoint of the run
         self._digests: dict[tuple[int, ...], str] = {}  # of epochs, by the ranks up to their end
         self.shm_before = {*os.listdir("/dev/shm")} if self.has_disk else set()
         self.servers = start_server()
@@ -158,6 +159,7 @@ class Soak:
         )
         self.counts["starts"] += 1
         self._usages = []
+        folders = {path.name for path in (self.disk / "checkpoints").glob("*")}
         self.attempt = attempt = Attempt(job)
         self.wait(lambda: attempt.began_s or not attempt.is_whole, START_S, "a start")
         if not attempt.began_s:
@@ -166,6 +168,8 @@ class Soak:
                 raise SoakError(f"the ranks did not start: {attempt.ends()}")
             self.finish("StateError", "PeerError")
             return False
+        if not attempt.first_step:
+            self._unfinished = folders  # A run that begins anew leaves them alone, with a warning.
         lost = max((step for step, _ in self._losses), default=0) - attempt.first_step
         if lost > 2 * SAVE_EVERY:
             raise SoakError(f"the run resumes {lost} steps before its last step")
@@ -217,12 +221,12 @@ class Soak:
             self.counts["steps"] += 1
             if (before := self._losses.setdefault((step, attempt.job.ranks), loss)) != loss:
                 raise SoakError(f"step {step} had loss {before}, but {loss} when it was repeated")
-        problems = audit(self.disk / "ledger", self.sizes).problems
-        # A full disk leaves a gap until the run has resumed: the audit of the run must have none.
-        gaps = [problem for problem in problems if "could not be written" in problem]
-        if len(gaps) < len(problems):
-            raise SoakError(f"the audit has problems: {problems}")
-        self.counts["audits before a resume, with a gap"] += bool(gaps)
+        # A full disk leaves a gap in the ledger, until the run has resumed before it.
+        has_gap = any(os.strerror(errno.ENOSPC) in end.text for end in ends)
+        if attempt.step > attempt.first_step + 1 and not has_gap:
+            if problems := audit(self.disk / "ledger", self.sizes).problems:
+                raise SoakError(f"the audit has problems: {problems}")
+            self.counts["audits of a killed run"] += 1
         return ends
 
     def check_run(self) -> None:
@@ -253,7 +257,8 @@ class Soak:
         expected = rf"checkpoints|{folder}(/rank\d+-of-\d+\.pt|/complete)?"
         expected += r"|ledger(/rank-\d+\.ledger)?"
         others = [name for name in names if not re.fullmatch(expected, name)]
-        folders = [name for name in names if re.fullmatch(folder, name)]
+        folders = {name.partition("/")[2] for name in names if re.fullmatch(folder, name)}
+        folders -= self._unfinished
         if others or len(folders) > 2:
             raise SoakError(f"files are left: {others or folders}")
 

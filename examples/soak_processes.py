@@ -160,7 +160,9 @@ class Attempt:
 class Usage(NamedTuple):
     """What an attempt holds of the system; but for `job_mib` and `children`, the most of a process.
 
-    Memory is the proportional set size: shared pages are divided among their processes.
+    Memory of a process is its resident set size. That of the job is the proportional set size,
+    which divides shared pages among their processes: it grows while processes copy pages of the
+    server on writing.
     """
 
     minute: float  # of the soak
@@ -181,13 +183,12 @@ class Usage(NamedTuple):
         try:
             ranks = [psutil.Process(pid) for pid in attempt.pids]
             workers = [psutil.Process(pid) for pid in worker_pids]
-            rank_mib, worker_mib = [*map(_pss_mib, ranks)], [*map(_pss_mib, workers)]
             return cls(
                 (now_s - began_s) / 60,
                 now_s - attempt.began_s,
-                sum(rank_mib) + sum(worker_mib),
-                max(rank_mib),
-                max(worker_mib, default=0.0),
+                sum(map(_pss_mib, [*ranks, *workers])),
+                max(map(_rss_mib, ranks)),
+                max(map(_rss_mib, workers), default=0.0),
                 max(rank.num_fds() for rank in ranks),
                 max((worker.num_fds() for worker in workers), default=0),
                 max(rank.num_threads() for rank in ranks),
@@ -202,6 +203,10 @@ class Usage(NamedTuple):
             f"files {self.rank_files}, {self.worker_files}; {self.threads} threads; "
             f"{self.children} children"
         )
+
+
+def _rss_mib(process: psutil.Process) -> float:
+    return float(process.memory_info().rss / 2**20)
 
 
 def _pss_mib(process: psutil.Process) -> float:

@@ -89,6 +89,7 @@ class Attempt:
     start: int  # `position` of the first step
     time_s: float
     lost: int  # steps from `start` on that could not be written
+    is_after_gap: bool  # it begins where the process could write again, not at a checkpoint
     path: Path
     has_ended: bool  # the run has ended with this attempt
     has_steps: bool
@@ -106,7 +107,7 @@ class Segment:
     world_size: int
     first: int  # first step
     stop: int | None  # step at which a later job takes over
-    starts: list[int]  # steps of this epoch at which attempts begin
+    starts: list[int]  # steps of this epoch at which attempts begin, from a checkpoint
     steps: Steps
 
     @cached_property
@@ -184,6 +185,7 @@ class RecordedRun:
                 start=int(position(header.epoch, -(-(header.step - turn) // ranks_per_process))),
                 time_s=header.time_s,
                 lost=sum(number % ranks_per_process == turn for number in lost),
+                is_after_gap=bool(lost),
                 path=file.path,
                 has_ended=file.has_ended and index == len(file.headers) - 1,
                 has_steps=bool((turns == turn).any()),
@@ -229,7 +231,9 @@ class RecordedRun:
             job_start = min(attempt.start for attempt in self._jobs[attempts[0].job])
             first_epoch, first_step = _epoch_and_step(job_start)
             stop_epoch, stop_step = _epoch_and_step(attempts[0].job_limit)
-            starts = [_epoch_and_step(attempt.start) for attempt in attempts]
+            starts = [
+                _epoch_and_step(attempt.start) for attempt in attempts if not attempt.is_after_gap
+            ]
             segment = Segment(
                 epoch=epoch,
                 world_size=attempts[0].world_size,

@@ -221,6 +221,24 @@ def test_a_tail_that_is_lost_on_a_disk_that_stays_full_leaves_the_run_open(tmp_p
     assert audit(tmp_path).state == "open"
 
 
+@pytest.mark.parametrize("ranks_per_process", [1, 2])
+def test_a_gap_is_not_taken_for_a_checkpoint(tmp_path, monkeypatch, ranks_per_process):
+    """Other ranks may have been killed before its step."""
+    options = {"ranks_per_process": ranks_per_process}
+    steps = [info_of(step, [step], **options) for step in range(3 * ranks_per_process + 3)]
+    lost = len(steps) - 2
+    ledger = Ledger(tmp_path, rank=0, world_size=2)
+    for info in steps[:lost]:
+        ledger.record(info)
+    lose(ledger, monkeypatch, steps[lost])
+    ledger.record(steps[-1])
+    ledger.close(ended=False)
+    others = [info_of(step, [100 + step], **options) for step in range(ranks_per_process)]
+    record(tmp_path, *others, rank=1, world_size=2, ended=False)
+    problems = "".join(audit(tmp_path).problems)
+    assert "could not be written" in problems and "has no end" not in problems, problems
+
+
 def test_going_back_to_a_gap_fills_it_and_an_interrupt_breaks_no_chain(tmp_path, monkeypatch):
     steps = epoch_of(0, 1)
     with Ledger(tmp_path) as ledger:

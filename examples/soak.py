@@ -444,8 +444,9 @@ class Soak:
 
 def enter_own_mounts() -> None:
     """Start this script again where its mounts are its own, and vanish with it."""
-    may = sys.platform == "linux" and os.geteuid() == 0 and IN_OWN_MOUNTS not in os.environ
-    if may and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0:
+    if IN_OWN_MOUNTS in os.environ or os.geteuid() != 0 or shutil.which("unshare") is None:
+        return
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0:
         command = ["unshare", "--mount", sys.executable, __file__, *sys.argv[1:]]
         os.execvpe(command[0], command, {**os.environ, IN_OWN_MOUNTS: "1"})
 

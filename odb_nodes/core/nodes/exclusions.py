@@ -28,10 +28,7 @@ ExcludedState = dict[str, bytes | None]
 """`ExcludedKeys` as the field of a state: the keys of each source, 8 bytes a key."""
 
 _SHOWN = 5
-_COUNTED = (
-    "Further samples are only counted: see `{}` of the `ODBDataLoader`, or of your "
-    "`WindowBucketer` or `PlannedGroups`."
-)
+_COUNTED = "Further samples are only counted: see `{}` of the loader, or of the grouping node."
 _ALLOWED = "integers, a mapping of source to integers, or the path of a file of them"
 
 
@@ -353,7 +350,7 @@ class ExclusionCounter(LeftOutSamples):
             f"{skipped} were skipped by processing: {self.skipped}": skipped,
         }
         counts = "; ".join(text for text, count in kinds.items() if count)
-        return f"of the {samples} samples of the epoch, {counts}."
+        return f"of the {samples} samples read for this epoch, {counts}."
 
     def check_not_all(self, samples: int) -> None:
         """Raise if all samples of an epoch were left out: the data or the budget is wrong."""

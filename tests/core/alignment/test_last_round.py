@@ -239,7 +239,7 @@ def loses_no_shard(job, ranks):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*exceeds the budget", "ignore:.* is skipped")
-@pytest.mark.filterwarnings("ignore:of the .* samples of the epoch")
+@pytest.mark.filterwarnings("ignore:of the .* samples read for")
 @given(job=JOBS, ranks=st.integers(1, 5))
 @fewer(8)
 def test_each_sample_comes_once_and_a_resume_reaches_the_next_epoch(job, ranks):

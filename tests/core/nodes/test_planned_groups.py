@@ -148,7 +148,7 @@ def left_out_of(node):
 def test_a_skipped_sample_is_counted_and_its_group_goes_on_without_it():
     node = planned(Process(skips=[7]))
     shown = (
-        r"sample 7 \(key 7\) is skipped .*no file for 7.*`skipped_samples` of .* `PlannedGroups`"
+        r"sample 7 \(key 7\) is skipped .*no file for 7.*: see `skipped_samples` of the loader, or"
     )
     with pytest.warns(UserWarning, match=shown):
         groups = ids(node)
@@ -202,7 +202,7 @@ def test_an_oversize_sample_is_alone(has_items):
         groups = ids(node)
     first, summary = [str(warning.message) for warning in caught]
     assert re.match(r"sample [79] \(key [79]\), with 1.* alone in its group", first)
-    assert summary.startswith("of the 60 samples of the epoch, 2 exceed the budget")
+    assert summary.startswith("of the 60 samples read for this epoch, 2 exceed the budget")
     assert numbers(groups) == [*range(SIZE)]
     assert [7] in groups and [9] in groups
     assert node.oversize_samples == 2 and node.dropped_samples == 0
@@ -214,7 +214,7 @@ def test_an_oversize_sample_may_be_dropped(has_items):
     node = planned(
         Process(lengths), TokenBudget(100, oversize="drop"), lengths if has_items else LENGTHS
     )
-    with pytest.warns(UserWarning, match="It is dropped.*`oversize_samples` of .*`WindowBucketer`"):
+    with pytest.warns(UserWarning, match="It is dropped.*`oversize_samples` of the loader, or"):
         groups = ids(node)
     assert numbers(groups) == [number for number in range(SIZE) if number != 7]
     assert (node.oversize_samples, node.dropped_samples) == (1, 1)

@@ -178,7 +178,7 @@ def test_oversize_gives_a_warning_a_summary_and_a_count_that_the_state_keeps(ove
     node = WindowBucketer(samples(lengths), budget, 16)
     first, summary = warnings_of(node, epochs=3)  # the same summary is not repeated
     assert "sample 0 of the epoch, with 300 tokens" in first
-    assert summary.startswith("of the 5 samples of the epoch, 2 exceed")
+    assert summary.startswith("of the 5 samples read for this epoch, 2 exceed")
     assert ("dropped" in summary) == (oversize == "drop")
     assert len(warnings_of(WindowBucketer(samples([90, 10, 10]), 64, 4))) == 1  # no summary of one
     other = again(node, lengths)

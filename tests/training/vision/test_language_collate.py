@@ -233,7 +233,7 @@ def test_late_patches_are_made_as_the_processor_would_make_them(name, value, sho
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["replay", "payload"])
-@pytest.mark.filterwarnings("ignore:sample .* is skipped", "ignore:of the .* samples of the epoch")
+@pytest.mark.filterwarnings("ignore:sample .* is skipped", "ignore:of the .* samples read for")
 def test_late_patches_come_out_of_workers_and_states(state, sampled):
     with make_loader(30, process_fn=late, num_workers=2, state=state) as loader:
         assert content_of(loader) == content_of(make_loader(30))
@@ -247,7 +247,7 @@ CROPPED = {"damaged_every": 0, "process_fn": augmented, "token_budget": 600}
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:of the .* samples of the epoch")
+@pytest.mark.filterwarnings("ignore:of the .* samples read for")
 def test_crops_depend_neither_on_workers_nor_on_a_resume_but_on_the_epoch(tmp_path):
     with make_loader(40, **CROPPED) as loader:
         expected = [content_of(loader), content_of(loader)]

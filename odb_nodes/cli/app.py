@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         parser.exit()
     command = args.parser
     if unknown:
-        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+        is_pattern = "data" in args and any(map(os.path.exists, unknown))  # the shell's expansion
+        hint = " (quote a pattern of files)" * is_pattern
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     warnings.formatwarning = lambda message, *_, **__: f"{command.prog}: {message}\n"
     try:
         code = args.run(args)

@@ -9,6 +9,7 @@ from argparse import Namespace
 from itertools import product
 from typing import TYPE_CHECKING
 
+from odb_nodes._support.checks import import_extra
 from odb_nodes._support.text import counted
 from odb_nodes.cli.data import (
     BUDGET_TOKENS,
@@ -116,6 +117,8 @@ def _print_oversize(table: LengthTable, budget: TokenBudget) -> None:
 def profile(args: Namespace) -> None:
     """Show the lengths of a dataset, and compare ways to make batches of it."""
     data = Data(args, ["json", "html"])
+    if args.html is not None:  # missing plotly is an error now, not after the comparison
+        import_extra("plotly", "report")
     budget = data.budget(args.budget)
     job = data.job()
     window = job.pop("window")
@@ -172,10 +175,10 @@ def simulate(args: Namespace) -> None:
         )
     ]
     from odb_nodes._support.text import markdown_table
-    from odb_nodes.tools.simulate import TableEpoch
+    from odb_nodes.tools.simulate import TableEpoch, budget_code
 
     table = data.table()
-    print(table)
+    print(table, f"token_budget={budget_code(budget)}", sep="\n")
     shuffle = data.shuffles if args.shuffle is None else args.shuffle
     shares = data.options.state == "replay"
     epoch = TableEpoch(table=table, shuffle=shuffle, weights=data.weights(), shares_rest=shares)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BUDGET_TOKENS = 16_384
 _FIELDS = ("messages", "text")
+_TO_TOKENIZE = "pass --tokenizer, or module:function that returns a loader with your `process_fn`"
 _INPUTS = ("data", "folders", "lengths", "log", "state", "tokenizer")  # arguments that are read
 _MARK_BYTES = 1024  # of the beginning of a file that a command has written
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
@@ -226,10 +227,10 @@ class _Tokenization:
         values = {name: item[name] for name in self._fields if name in item}
         if not values:
             names = " or ".join(map(repr, [*self._fields, *["input_ids"] * self._takes_ids]))
-            remedy = "see --field" if self._tokenizer else "pass --tokenizer"
+            remedy = "see --field" if self._tokenizer else _TO_TOKENIZE
             return Skipped("no field", f"it has no {names}, but {sorted(item)}: {remedy}.")
         if self._tokenizer is None:
-            raise ValueError(f"it has no `input_ids`, but {[*values]}: pass --tokenizer.")
+            raise ValueError(f"it has no `input_ids`, but {[*values]}: {_TO_TOKENIZE}.")
         name = next((name for name, value in values.items() if value not in (None, "", [])), None)
         if name is None:
             return Skipped("empty", "its text or messages are empty.")
@@ -271,7 +272,16 @@ def _dataset_of(data: str) -> Any:
     _check_no_script(data)
     path = Path(data)
     if not path.exists() and _is_function_name(data):
-        if (returned := load_function(data)()) is None:
+        function = load_function(data)
+        try:
+            returned = function()
+        except TypeError as error:
+            if error.__traceback__ and error.__traceback__.tb_next:  # raised within the function
+                raise
+            raise ValueError(
+                f"`{data}` must take no argument and return a dataset or a loader: {error}."
+            ) from None
+        if returned is None:
             raise ValueError(f"`{data}` must return a dataset or a loader, but returned None.")
         return returned
     if any((path / name).exists() for name in _DATASETS_FILES):

@@ -52,6 +52,7 @@ class Dataset:
     def __getitem__(self, index): return {"input_ids": {}["my key"]}
 number = 3
 def needs(path): return []
+def calls(*_): return needs()
 def source(*_):
     from odb_nodes import JsonlSource
     return JsonlSource("data/ids.jsonl", 0, 1)
@@ -96,8 +97,17 @@ WRONG = [
     ("simulate text.jsonl --tokenizer binary", "`binary` cannot be loaded"),
     ("simulate nowhere.jsonl", "there is no `nowhere.jsonl`"),
     ("simulate empty.jsonl", "empty"),
-    ("simulate text.jsonl", "it has no `input_ids`, but ['text']: pass --tokenizer"),
-    ("simulate other.jsonl", "it has no 'messages' or 'text' or 'input_ids', but ['words']: pass"),
+    (
+        "simulate text.jsonl",
+        "has no `input_ids`, but ['text']: pass --tokenizer, or module:function that returns a "
+        "loader with your `process_fn`.",
+    ),
+    (
+        "simulate other.jsonl",
+        "it has no 'messages' or 'text' or 'input_ids', but ['words']: pass --tokenizer, or",
+    ),
+    ("profile ids.jsonl text.jsonl", "arguments: text.jsonl (quote a pattern of files). See `od"),
+    ("profile ids.jsonl text", "arguments: text. See `odb-nodes profile --help`"),
     ("simulate broken.jsonl", "is not valid JSON in UTF-8: Expecting value at character 1."),
     ("simulate labels.jsonl", "`labels` must have the length of `input_ids` (2), but has 1"),
     ("simulate --lengths odd.npz", "no table of lengths"),
@@ -109,7 +119,15 @@ WRONG = [
     ("simulate --cv -1", "argument --cv: must be a number of at least 0"),
     ("simulate --cv abc", "argument --cv: must be a number of at least 0, but is 'abc'"),
     ("simulate users:nothing", "`users:nothing` must return a dataset or a loader"),
-    ("simulate users:needs", "needs() missing 1 required positional argument: 'path'"),
+    (
+        "simulate users:needs",
+        "`users:needs` must take no argument and return a dataset or a loader: needs() missing 1 "
+        "required positional argument: 'path'.",
+    ),
+    (
+        "simulate users:calls",
+        "missing 1 required positional argument: 'path' ({here}/users.py, line 13)",
+    ),
     ("simulate users.py:source", "write `users:source` (module:function)"),
     ("profile users.py", "write `users:make_loader` (module:function)"),
     ("inspect . --step 3 --loader jobs/users.py:loader", "write `jobs.users:loader`"),
@@ -117,7 +135,7 @@ WRONG = [
     ("simulate users:value", "ValueError: my value ({here}/users.py, line 3)"),
     ("simulate users:key", "KeyError: 'my key' ({here}/users.py, line 4)"),
     ("simulate users:Dataset", "KeyError: 'my key' ({here}/users.py, line 10)"),
-    ("simulate users:compiled", "non-negative integer ({here}/users.py, line 19)"),
+    ("simulate users:compiled", "non-negative integer ({here}/users.py, line 20)"),
     ("simulate users:budget", "instead. ({here}/users.py, line 7)"),
     ("profile --lengths nowhere.npz", "--lengths: there is no 'nowhere.npz'"),
     ("profile text.jsonl --rank 8", "See `odb-nodes profile --help`"),
@@ -144,6 +162,12 @@ def test_what_is_wrong_is_said_in_one_line(capsys, files, line, words):
     (said,) = err.splitlines()
     assert said.startswith(f"odb-nodes {line.split()[0]}: ")
     assert words.format(here=files).lower() in said.lower()
+
+
+def test_a_page_without_plotly_is_an_error_before_the_work(capsys, files, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    code, out, err = run(capsys, *"profile ids.jsonl --html page.html".split())
+    assert (code, out) == (2, "") and "pip install 'odb-nodes[report]'" in err
 
 
 def test_a_seed_may_be_negative(capsys):

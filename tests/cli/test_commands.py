@@ -82,7 +82,8 @@ def test_lengths_may_be_drawn(capsys):
     assert run("simulate", "--cv", 0.5, "--samples", 300, "--seed", 2) == 0
     drawn = LengthTable.of(lognormal_lengths(300, cv=0.5, seed=2))
     expected = simulate(drawn, world_size=1, budget=16_384, seed=2)
-    assert cells(capsys.readouterr().out)[0]["steps"] == str(expected.steps)
+    out = capsys.readouterr().out
+    assert cells(out)[0]["steps"] == str(expected.steps) and "\ntoken_budget=16384\n" in out
 
 
 CHAT = "\n".join(

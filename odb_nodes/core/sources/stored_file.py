@@ -211,8 +211,8 @@ def _tried(url: str, call: Callable[[], T]) -> T:
             seen = f"{type(error).__name__}: {error}".rstrip(": ")
             if attempt == TRIES:
                 raise OSError(
-                    f"{url} could not be read in {TRIES} tries: {seen}. No sample is lost: once "
-                    "the store answers, iterate again, or resume."
+                    f"{url} could not be read in {TRIES} tries: {seen}. Try again once the store "
+                    "answers. A loader that iterated has lost no sample: iterate again, or resume."
                 ) from error
         wait_s = WAIT_S * 2 ** (attempt - 1)
         logger.warning(

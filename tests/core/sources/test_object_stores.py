@@ -255,6 +255,13 @@ def test_a_store_that_is_down_loses_nothing(options, store, kind, urls, caplog):
         assert steps(done) == expected[: len(done)] and steps(resumed) == expected[len(done) :]
 
 
+def test_a_store_that_is_down_before_a_loader_iterates_says_to_try_again(store, kind, urls):
+    store.proxy.faults, store.proxy.methods = [("503", 10**9)], {"GET", "HEAD"}
+    with pytest.raises(OSError, match=r"in 6 tries: .*Try again once the store answers\."):
+        DATASETS[kind](urls)
+    store.proxy.clear()
+
+
 def test_a_store_that_is_down_at_the_resume_is_an_error_that_loses_nothing(store, kind, urls):
     with loader_of(kind, urls) as loader:
         expected = steps(loader)

@@ -13,8 +13,9 @@ from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_bool, check_callable, check_choice
 from odb_nodes._support.hashing import stable_name
 from odb_nodes.core.collate.packed_collate import KEPT, PackedCollate
+from odb_nodes.core.collate.padding_collate import PaddingCollate
 from odb_nodes.core.collate.protocol import Collate, copy_for_collate, takes_step
-from odb_nodes.core.collate.token_rows import is_number, token_array
+from odb_nodes.core.collate.token_rows import TokenRows, is_number, token_array
 from odb_nodes.core.planning.budget import Layout
 from odb_nodes.core.processing.observation import observe_sample
 from odb_nodes.core.sample import IGNORE_INDEX, Observation, Observe, Sample, Skipped
@@ -131,6 +132,13 @@ class RowsCollate:
             if self.shares_prefix:
                 return self._share(cast("PackedCollate", self.collate_fn), samples)
             return self.collate_fn(_copied_rows(samples))
+
+    def check(self, sample: Any) -> None:
+        """Raise an error for a sample that a collate function of this package would refuse."""
+        is_ours = type(self.collate_fn) in (PaddingCollate, PackedCollate)
+        if is_ours and not isinstance(sample, Skipped):
+            collate = cast("TokenRows", self.collate_fn)
+            collate.group_of([*map(collate.prepare, _rows(sample))])
 
     def _collate_step(self, samples: list[Any], info: StepInfo) -> Batch:
         with _naming_samples(samples):

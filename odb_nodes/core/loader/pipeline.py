@@ -75,9 +75,9 @@ class RankGraph:
             self.samples = self.bucketer
             self.origin = lengths.origin
         elif isinstance(dataset, FeedSource):
-            self.samples = _fed(dataset, options)
-            self.bucketer = _bucketer(self.samples, options, "payload")
             collate = collate if isinstance(collate, RowsCollate) else RowsCollate(collate)
+            self.samples = _fed(dataset, options, collate)
+            self.bucketer = _bucketer(self.samples, options, "payload")
         else:
             self.samples = sample_node(dataset, options, prepared)
             self.bucketer = _bucketer(self.samples, options, options.state)
@@ -182,7 +182,7 @@ def sample_node(dataset: Any, options: LoaderOptions, collate: Any = None) -> Ba
     return _mixture(dataset, options, collate)
 
 
-def _fed(feed: FeedSource, options: LoaderOptions) -> BaseNode[Any]:
+def _fed(feed: FeedSource, options: LoaderOptions, collate: RowsCollate) -> BaseNode[Any]:
     """Return a node that yields the samples of a feed, which its generators have processed."""
     _check_of_one_dataset(options)
     are_passed = {
@@ -196,9 +196,9 @@ def _fed(feed: FeedSource, options: LoaderOptions) -> BaseNode[Any]:
             f"`{names[0]}` must not be given where `dataset` is a `FeedSource`, whose samples are "
             "processed before `put` and come in the order of the feed. Leave it out."
         )
-    shares_prefix = getattr(options.collate_fn, "shares_prefix", False)
-    observe = RowsObserve(options.observe, options.budget.layout, share_prefix=shares_prefix)
-    feed.check_by(partial(observe_sample, observe=observe))
+    layout = options.budget.layout
+    observe = RowsObserve(options.observe, layout, share_prefix=collate.shares_prefix)
+    feed.check_by(partial(observe_sample, observe=observe), collate.check)
     return LengthObserver(feed, observe)
 
 

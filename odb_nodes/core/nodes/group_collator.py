@@ -266,7 +266,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
     def _collated(self, group: SampleBlock, info: StepInfo) -> Batch:
         place = f" at step {info.step} of epoch {info.epoch}"
-        with naming_samples("collate_fn", group, place):
+        remedy = "To leave a sample out, pass `exclude=[key]` with its key"
+        with naming_samples("collate_fn", group, f"{place}. {remedy}"):
             try:
                 if self._collate_block is not None:
                     new = new_tensor if self._pinned is None else self._pinned.new
@@ -274,7 +275,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
                 return collate_group(self._collate, block_data(group), _with_tasks(info, group))
             except SampleError as error:
                 where = _name_of(group, error.index) or names_of(group) + place
-                raise SampleError(f"{where}: {error}", error.index) from error
+                raise SampleError(f"{where}: {error} {remedy}.", error.index) from error
 
     def _complete(self, batch: Batch, group: SampleBlock, info: StepInfo) -> Batch:
         if not isinstance(batch, MutableMapping):

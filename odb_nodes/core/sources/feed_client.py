@@ -28,7 +28,7 @@ from odb_nodes.errors import SampleError, WorkerError
 POLL_S = 0.2  # between checks whether a connection or a feed was closed
 _EXIT_S = 5.0  # for the thread that accepts connections
 _HANDSHAKE_S = 10.0  # for the other end of a new connection to prove that it knows the secret
-_FAREWELL_S = 60.0  # in which clients of a closed feed are told so
+_FAREWELL_S = 60.0  # in which a closed feed still answers a client that says nothing
 _CLOSED = "closed"  # answers a client of a feed that was closed
 
 
@@ -42,6 +42,20 @@ class Request(NamedTuple):
 
     key: int
     item: Any
+
+
+def check_address(address: Any, authkey: Any, least_port: int = 1) -> None:
+    """Raise an error unless `address` and `authkey` can be those of a feed."""
+    is_pair = isinstance(address, tuple) and len(address) == 2
+    if not is_pair or not isinstance(address[0], str):
+        raise TypeError(
+            f"`address` must be (host, port), but is {address!r:.80} instead. Pass "
+            '`("127.0.0.1", 29417)`, say.'
+        )
+    check_count("address[1]", address[1], least_port, 65_535)
+    if not (isinstance(authkey, bytes) and authkey):
+        kind = "empty" if authkey == b"" else f"a `{type(authkey).__name__}`"  # It is secret.
+        raise ValueError(f'`authkey` must be 1 byte or more, as b"secret", but is {kind} instead.')
 
 
 SKIPPED = "odb_nodes.Skipped"  # marks what stands for a `Skipped`
@@ -75,9 +89,13 @@ class FeedClient:
     Args:
         address: host and port of the feed.
         authkey: the secret of the feed.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
     """
 
     def __init__(self, address: tuple[str, int], authkey: bytes) -> None:
+        check_address(address, authkey)
         self.address, self.authkey = address, authkey
         self._begin()
 
@@ -91,7 +109,7 @@ class FeedClient:
         return FeedClient, (self.address, self.authkey)
 
     def request(self, timeout_s: float | None = None) -> Request | None:
-        """Return the next item; `None` after `timeout_s`, or if the feed was closed.
+        """Return the next item; `None` after `timeout_s`, or if the feed is closed.
 
         Raises:
             WorkerError: the feed cannot be reached. The next call connects again.
@@ -225,7 +243,7 @@ class FeedServer:
         self._accepting = start_thread("feed", self._accept)
 
     def close(self) -> None:
-        """Accept no more connections; tell the clients that the feed is closed."""
+        """Accept no more connections. Clients that are connected are still answered."""
         self._is_closed.set()
         with contextlib.suppress(OSError):
             Client(self.client.address).close()  # A thread in `accept` does not see a close.
@@ -244,10 +262,15 @@ class FeedServer:
                 with _limited(connection):
                     deliver_challenge(connection, self.client.authkey)
                     answer_challenge(connection, self.client.authkey)
-                while not self._is_closed.is_set():
+                # A feed that is opened again goes on with the clients that it had.
+                heard_s = time.monotonic()
+                while time.monotonic() - heard_s < _FAREWELL_S:
+                    if not self._feed.is_closed:
+                        heard_s = time.monotonic()
                     if not connection.poll(POLL_S):
                         continue
                     name, client, *arguments = connection.recv()
+                    heard_s = time.monotonic()
                     if name == "put":
                         try:
                             connection.send(self._feed.accept(*arguments))
@@ -256,10 +279,8 @@ class FeedServer:
                         continue
                     holder = client
                     entry = self._feed.issue(arguments[0], client)
-                    connection.send(None if entry is None else (entry.key.key, entry.data))
-                while connection.poll(_FAREWELL_S):
-                    connection.recv()
-                    connection.send(_CLOSED)
+                    nothing = _CLOSED if self._feed.is_closed else None
+                    connection.send(nothing if entry is None else (entry.key.key, entry.data))
         except (OSError, EOFError, AuthenticationError):
             pass
         finally:

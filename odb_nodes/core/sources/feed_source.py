@@ -14,6 +14,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._support.checks import MAX_KEY, check_count, check_seconds
 from odb_nodes._support.encoding import decode, encode
+from odb_nodes._support.text import counted
 from odb_nodes.core.contract import EpochNode, EpochState, SourceState
 from odb_nodes.core.contract.graph import length_of
 from odb_nodes.core.contract.node import call_member, check_node, checked_key, snapshot
@@ -25,6 +26,7 @@ from odb_nodes.core.sources.feed_client import (
     FeedClient,
     FeedServer,
     Request,
+    check_address,
     encoded_items,
 )
 from odb_nodes.errors import SampleError, StateError, WorkerError
@@ -120,7 +122,7 @@ class FeedSource(EpochNode[Any, FeedState]):
         self._server: FeedServer | None = None
         self._served: tuple[tuple[str, int], bytes] | None = None  # where a reset serves again
         self._phase: _Phase = "waiting"
-        self._check: Callable[[Any], object] | None = None
+        self._checks: tuple[Callable[[Any], object], ...] = ()
         self._clear()
 
     def _clear(self) -> None:
@@ -130,6 +132,7 @@ class FeedSource(EpochNode[Any, FeedState]):
         self._finished: deque[_Entry] = deque()
         self._ended = False  # whether the source has ended
         self._failure: Exception | None = None  # of the source
+        self._is_asked = False  # whether a generator has called `request` since the reset
         self._ignored = 0  # calls of `put` whose key was not in flight
         self._last_put_s = time.monotonic()
 
@@ -139,13 +142,13 @@ class FeedSource(EpochNode[Any, FeedState]):
         """Return the next item that something is to be made of.
 
         Waits while `max_ahead` requests and finished items are out, between epochs, and before the
-        first reset.
+        first reset; a fifth of a second if the feed is closed, which an `iter()` opens again.
 
         Args:
             timeout_s: the most seconds to wait. Default: no limit.
 
         Returns:
-            The item; or `None` after `timeout_s`, or once the feed is closed.
+            The item; or `None` after `timeout_s`, or if the feed is closed.
 
         Raises:
             WorkerError: this is a forked process, which has a copy of the feed. Use `serve`.
@@ -154,7 +157,7 @@ class FeedSource(EpochNode[Any, FeedState]):
         return None if entry is None else Request(entry.key.key, decode(entry.data))
 
     def requests(self) -> Iterator[Request]:
-        """Yield the items that something is to be made of, until the feed is closed."""
+        """Yield the items to make something of, until the feed is closed. Call it in a loop."""
         while (request := self.request()) is not None:
             yield request
 
@@ -169,12 +172,12 @@ class FeedSource(EpochNode[Any, FeedState]):
 
         Returns:
             Whether it is taken. `False` if nothing is expected of the key, because it was put
-            before, or the feed was closed. Go on with the next request.
+            before or never requested, or if the feed is closed. Go on with the next request.
 
         Raises:
             TypeError, ValueError: an argument is not valid.
             SampleError: the items hold something that a state cannot hold, or the loader refuses
-                them, such as a row without `input_ids`. The request stays in flight.
+                them: no integer `input_ids`, unlike keys of rows. The request stays in flight.
             WorkerError: this is a forked process, which has a copy of the feed. Use `serve`.
         """
         return self.accept(check_count("key", key, 0, MAX_KEY), encoded_items(items), version)
@@ -217,24 +220,15 @@ class FeedSource(EpochNode[Any, FeedState]):
             OSError: the address cannot be listened on.
             TypeError, ValueError: an argument is not valid, or the feed is served already.
         """
-        is_address = isinstance(address, tuple) and len(address) == 2
-        if not is_address or not isinstance(address[0], str):
-            raise TypeError(
-                f"`address` must be (host, port), but is {address!r:.80} instead. Pass "
-                '`("127.0.0.1", 0)` for a free port of this machine.'
-            )
-        check_count("port of `address`", address[1], 0, 65_535)
-        if authkey is not None and not (isinstance(authkey, bytes) and authkey):
-            raise ValueError(
-                f"`authkey` must be bytes, at least 1, but is {authkey!r:.20} instead."
-            )
+        authkey = os.urandom(32) if authkey is None else authkey
+        check_address(address, authkey, least_port=0)
         with self._changed:
             if self._server is not None:
                 raise ValueError(
                     f"this FeedSource is served already, at {self._server.client.address}. Use the "
                     "client that the first call has returned."
                 )
-            self._server = FeedServer(self, address, authkey or os.urandom(32))
+            self._server = FeedServer(self, address, authkey)
             client = self._server.client
             self._served = client.address, client.authkey
             return client
@@ -286,8 +280,7 @@ class FeedSource(EpochNode[Any, FeedState]):
 
         Raises:
             StopIteration: all items of the source were yielded.
-            SampleError: nothing was put within `timeout_s`.
-            WorkerError: the feed was closed.
+            WorkerError: nothing was put within `timeout_s`, or the feed was closed.
         """
         with self._changed:
             since_s = time.monotonic()
@@ -301,7 +294,7 @@ class FeedSource(EpochNode[Any, FeedState]):
                     raise StopIteration
                 waited_s = time.monotonic() - max(since_s, self._last_put_s)
                 if waited_s >= self._timeout_s:
-                    raise SampleError(self._why_nothing())
+                    raise WorkerError(self._why_nothing())
                 self._changed.wait(min(POLL_S, self._timeout_s - waited_s))
             entry = self._finished[0]
             items = _items_of(entry.data) if entry.items is None else entry.items
@@ -330,13 +323,18 @@ class FeedSource(EpochNode[Any, FeedState]):
 
     # --------------------------------------------------------------------------------------------
 
-    def check_by(self, check: Callable[[Any], object]) -> None:
-        """Have `put` refuse items of which `check` raises."""
-        self._check = check
+    def check_by(self, *checks: Callable[[Any], object]) -> None:
+        """Have `put` refuse items of which a check raises."""
+        self._checks = checks
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the feed is closed, until the next reset."""
+        return self._phase == "closed"
 
     def _leave(self, phase: _Phase) -> None:
         with self._changed:
-            if self._phase != "closed":
+            if not self.is_closed:
                 self._phase = phase
             self._changed.notify_all()
 
@@ -378,7 +376,11 @@ class FeedSource(EpochNode[Any, FeedState]):
         self._check_process()
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while self._phase != "closed":
+            if self.is_closed:  # A loop over `requests` must not spin.
+                wait_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s)
+                self._changed.wait_for(lambda: not self.is_closed, wait_s)
+            while not self.is_closed:
+                self._is_asked = self._is_asked or self._phase == "open"
                 ahead = len(self._in_flight) + len(self._finished)
                 if self._phase == "open" and ahead < self._max_ahead:
                     self._look_ahead()
@@ -417,15 +419,16 @@ class FeedSource(EpochNode[Any, FeedState]):
 
     def _expects(self, key: int) -> bool:
         with self._changed:
-            is_expected = key in self._in_flight or key in self._issued_before
+            is_issued = key in self._in_flight or key in self._issued_before
+            is_expected = is_issued and not self.is_closed
             self._ignored += not is_expected
         return is_expected
 
     def _checked_items(self, key: int, data: bytes) -> Any:
         items = _items_of(data)
         try:
-            if self._check is not None:
-                self._check(items)
+            for check in self._checks:
+                check(items)
         except Exception as error:  # of any kind, also the user's
             raise SampleError(
                 f"the loader refuses what is put for key {key}: {error} Its request stays in "
@@ -454,11 +457,15 @@ class FeedSource(EpochNode[Any, FeedState]):
         keys = [*self._in_flight]
         more = " and so on" * (len(keys) > _SHOWN)
         shown = f" ({', '.join(map(str, keys[:_SHOWN]))}{more})" if keys else ""
-        ignored = ""
-        if self._ignored:
-            ignored = f" {self._ignored} calls of `put` had a key that was not in flight."
-        return (
-            f"nothing was put into FeedSource for {self._timeout_s:g} s, `timeout_s`: "
-            f"{len(keys)} requests are in flight{shown}, {len(self._to_issue)} wait for "
-            f"`requests`.{ignored} See whether the generators run, or raise `timeout_s`."
+        text = (
+            f"nothing was put into FeedSource for {self._timeout_s:g} s, `timeout_s`, with "
+            f"{counted(len(keys), 'request')} in flight{shown} and {len(self._to_issue)} to issue."
         )
+        if self._ignored:
+            text += f" {counted(self._ignored, 'call')} of `put` had a key that was not in flight."
+        if not self._is_asked:
+            text += (
+                " No generator has called `requests` since `iter()`. It ends when the feed is "
+                "closed, as after an error: generators must call it again, in a loop."
+            )
+        return f"{text} See whether the generators run, or raise `timeout_s`."

@@ -31,7 +31,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.core.collate.rows import RowsCollate, RowsObserve
-from odb_nodes.core.sources import feed_client
+from odb_nodes.core.sources import feed_client, feed_source
 from odb_nodes.errors import SampleError
 
 PACKED = TokenBudget(256, layout="packed")
@@ -271,6 +271,42 @@ def test_put_refuses_what_the_loader_cannot_train_on_and_nothing_else_is_lost(of
     assert [(sample.key, sample.reason) for sample in left_out] == [(0, "refused")]
 
 
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        ({"input_ids": [1.5, 2]}, "`input_ids` must hold integers"),
+        ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], r"same keys.*\['labels'\]"),
+        ({"input_ids": [1, 2], "labels": [1, 2, 3]}, r"`labels` must have the length"),
+    ],
+    ids=["floats", "keys", "length"],
+)
+def test_put_refuses_what_our_collate_functions_refuse(items, words):
+    for options in ({}, {"collate_fn": RowsCollate(PackedCollate.of(PACKED))}):
+        feed = feed_of()
+        with loader_over(feed, **options) as loader:
+            iter(loader)
+            key = feed.request().key
+            with pytest.raises(SampleError, match=f"for key 0: .*{words}.* stays in flight"):
+                feed.put(key, items)
+            assert feed.put(key, rows_of(0))
+    feed = feed_of()
+    with loader_over(feed, collate_fn=list) as loader:  # which may take them
+        iter(loader)
+        assert feed.put(feed.request().key, items)
+
+
+def test_an_error_of_collating_names_the_option_that_leaves_the_key_out():
+    feed = feed_of(2)
+
+    def make(index):
+        return {"input_ids": [index], **({"reward": 1.0} if index else {})}
+
+    with loader_over(feed) as loader, generators(feed, make, count=1):
+        message = r"\(key 0\).*same keys.*lacks \['reward'\].*`exclude=\[key\]`"
+        with pytest.raises(SampleError, match=message):
+            keys_of(loader)
+
+
 def test_a_key_whose_collating_fails_is_excluded_by_name_after_a_restore():
     def collate(rows):
         if any(row["input_ids"][0] == 3 for row in rows):
@@ -280,7 +316,7 @@ def test_a_key_whose_collating_fails_is_excluded_by_name_after_a_restore():
     feed = feed_of()
     keys = []
     with loader_over(feed, collate_fn=collate) as loader, generators(feed):
-        with pytest.raises(SampleError, match=r"cannot be collated.*\(key 3\)"):
+        with pytest.raises(SampleError, match=r"cannot be collated.*\(key 3\).*`exclude=\["):
             for batch in loader:
                 keys += pop_step_info(batch).keys
         state = loader.state_dict()
@@ -310,10 +346,34 @@ def test_a_wait_for_generators_ends_and_names_what_is_awaited():
         feed.request()
     assert feed.put(3, rows_of(3)) and not feed.put(30, rows_of(3))
     next(feed)
-    with pytest.raises(SampleError, match=r"7 requests .*\(0, 1, 2, 4, 5 and so on\).* 1 calls"):
+    message = r"7 requests in flight \(0, 1, 2, 4, 5 and so on\).* 1 call of"
+    with pytest.raises(WorkerError, match=message) as caught:
         next(feed)
+    assert "No generator" not in str(caught.value)
     feed.put(0, rows_of(0))
     assert next(feed) == rows_of(0)
+
+
+def test_the_error_says_that_no_generator_has_come_since_the_feed_was_closed():
+    feed = feed_of(timeout_s=0.02)
+    feed.reset()
+    feed.request()
+    for _ in range(2):
+        feed.close()
+        assert not feed.put(0, rows_of(0))
+        feed.reset()
+        with pytest.raises(WorkerError, match="0 requests .* No generator has called `requests`"):
+            next(feed)
+
+
+def test_a_request_of_a_closed_feed_waits_for_its_opening(monkeypatch):
+    monkeypatch.setattr(feed_source, "POLL_S", 30)
+    feed = feed_of()
+    feed.reset()
+    feed.close()
+    assert feed.request(timeout_s=0.01) is None
+    threading.Timer(0.05, feed.reset).start()
+    assert feed.request().key == 0
 
 
 def test_an_error_of_the_source_comes_after_what_was_requested_before_it():
@@ -360,8 +420,11 @@ test_bad_arguments = refuses(
         (lambda: feed_of().put(1, None), TypeError, "`items`.*None"),
         (lambda: feed_of().put(1, ([1],)), TypeError, "`items`.*tuple"),
         (lambda: feed_of().serve(29417), TypeError, "`address`.*29417"),
-        (lambda: feed_of().serve(("127.0.0.1", -1)), ValueError, "port of `address`.*-1"),
+        (lambda: feed_of().serve(("127.0.0.1", -1)), ValueError, r"`address\[1\]`.*-1"),
         (lambda: feed_of().serve(authkey=b""), ValueError, "`authkey`"),
+        (lambda: FeedClient("127.0.0.1:29417", b"secret"), TypeError, "`address`.*29417"),
+        (lambda: FeedClient(("127.0.0.1", 0), b"secret"), ValueError, r"`address\[1\]`.* 0 "),
+        (lambda: FeedClient(("127.0.0.1", 29417), "secret"), ValueError, "`authkey`.*a `str`"),
         (lambda: serve_twice(), ValueError, "served already"),
         (lambda: feed_of().put(1, [1], version=-2), ValueError, "`version`.*-2"),
         (lambda: feed_of().put(1, [object()]), SampleError, "`object`"),
@@ -611,3 +674,29 @@ def test_a_feed_that_is_used_again_after_close_is_served_again():
         assert client.request().key == 0
         feed.close()
         client.close()
+
+
+def test_a_client_that_stays_connected_is_served_once_the_feed_is_open_again(monkeypatch):
+    monkeypatch.setattr(feed_client, "POLL_S", 0.01)
+    feed = feed_of(3)
+    client = client_of(feed)
+    for _ in range(2):
+        feed.reset()
+        assert client.request().key == 0 and client.put(0, rows_of(0))
+        assert next(feed) == rows_of(0) and client.request().key == 1
+        feed.close()
+        assert not client.put(1, rows_of(1)) and client.request() is None
+    client.close()
+
+
+def test_a_closed_feed_ends_the_connection_of_a_client_that_says_nothing(monkeypatch):
+    monkeypatch.setattr(feed_client, "POLL_S", 0.01)
+    monkeypatch.setattr(feed_client, "_FAREWELL_S", 0.02)
+    feed = feed_of(3)
+    client = client_of(feed)
+    feed.reset()
+    assert client.request().key == 0
+    feed.close()
+    assert client._lines["request"]._connection.poll(30)
+    with pytest.raises(WorkerError, match="cannot be reached"):
+        client.request()

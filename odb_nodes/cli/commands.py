@@ -9,7 +9,6 @@ from argparse import Namespace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from odb_nodes._support.checks import import_extra
 from odb_nodes._support.text import counted
 from odb_nodes.cli.data import (
     BUDGET_TOKENS,
@@ -118,7 +117,9 @@ def profile(args: Namespace) -> None:
     """Show the lengths of a dataset, and compare ways to make batches of it."""
     data = Data(args, ["json", "html"])
     if args.html is not None:  # missing plotly is an error now, not after the comparison
-        import_extra("plotly", "report")
+        from odb_nodes.training.monitor.figures import require_plotly
+
+        require_plotly()
     budget = data.budget(args.budget)
     job = data.job()
     window = job.pop("window")

@@ -117,6 +117,11 @@ def levels(title: str, x_title: str, groups: Mapping[str, Mapping[str, float]]) 
     return figure
 
 
+def require_plotly() -> None:
+    """Raise an `ImportError` unless plotly is installed."""
+    import_extra("plotly", "report")
+
+
 def page(title: str, sections: Iterable[tuple[str, Sequence[Figure | str]]]) -> str:
     """Return a page of sections: each has a heading, HTML and figures. It needs no network."""
     get_plotlyjs = import_extra("plotly.offline", "report").get_plotlyjs

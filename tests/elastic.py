@@ -9,7 +9,7 @@ from odb_nodes import ODBDataLoader, Skipped, TokenBudget, pop_step_info, reshar
 
 SAMPLES = 230
 EXCLUDED = [7, 8, 90]
-OF_SAMPLES = ("is skipped", "exceeds", "samples of the epoch")
+OF_SAMPLES = ("is skipped", "exceeds", "samples read for this epoch")
 ENDED_EARLY = "ignore:.uneven=.stop.*another rank has ended"
 LEFT_OUT = [f"ignore:(sample|of the) .* {words}" for words in OF_SAMPLES]
 """What a job warns of."""

@@ -1,11 +1,11 @@
-"""Check pages against two runs of `compare.py`: their figures, and each claim in words.
+"""Check pages against runs of `compare.py`: their figures, and each claim in words.
 
     python examples/benchmarks/check_claims.py             # the runs in results/
     python examples/benchmarks/check_claims.py run1.json run2.json --write
 
 It exits with 1 if a claim does not hold in a run, or its page lacks its text or has other figures
 than the runs. `--write` puts the figures of the runs on the pages; claims that do not hold are
-still errors. Claims about tables that a run lacks are listed, and are errors with `--strict`.
+still errors. What only one run has is listed, and what none has, which is an error with `--strict`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     add = parser.add_argument
     add("runs", nargs="*", type=Path, default=RUNS, help="files of compare.py --json")
     add("--write", action="store_true", help="put the figures of the runs on the pages")
-    add("--strict", action="store_true", help="a table that a run lacks is an error")
+    add("--strict", action="store_true", help="a table that no run has is an error")
     args = parser.parse_args()
     runs = {str(path): read_run(path) for path in args.runs}
     failed = False
@@ -39,11 +39,13 @@ def main() -> None:
         if args.write:
             page.write_text(report.page)
             report = check(report.page, runs, claims, tables)
-        for absent in report.not_in_the_runs:
-            print(f"{name}: not in the runs: {absent}")
+        for single in report.in_one_run:
+            print(f"{name}: in one run: {single}")
+        for absent in report.in_no_run:
+            print(f"{name}: in no run: {absent}")
         for error in report.errors:
             print(f"{name}: error: {error}")
-        failed |= bool(report.errors or (args.strict and report.not_in_the_runs))
+        failed |= bool(report.errors or (args.strict and report.in_no_run))
     sys.exit(failed)
 
 

@@ -54,7 +54,7 @@ RUNS = {"run1": make_run("0.05"), "run2": make_run("0.07", "3 (1 to 4)")}
 
 
 def test_claims_that_hold_and_stand_on_the_page_pass(comparing):
-    assert check(comparing, PAGE, RUNS) == ([], [], PAGE)
+    assert check(comparing, PAGE, RUNS) == ([], [], [], PAGE)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -71,15 +71,24 @@ def test_a_text_that_is_not_on_the_page_is_an_error(comparing):
 
 @pytest.mark.parametrize("other", [("0.07", "0.08"), ("| 1 to 3 |", "| 2 |")])
 def test_another_figure_on_the_page_is_an_error_and_is_mended(comparing, other):
-    errors, _, mended = check(comparing, PAGE.replace(*other), RUNS)
-    assert len(errors) == 1 and other[1] in errors[0] and other[0] in errors[0]
-    assert mended == PAGE
+    report = check(comparing, PAGE.replace(*other), RUNS)
+    (error,) = report.errors
+    assert other[1] in error and other[0] in error
+    assert report.page == PAGE
 
 
-@pytest.mark.parametrize("runs", [{}, {**RUNS, "run2": {}}])
-def test_a_table_that_a_run_lacks_is_listed(comparing, runs):
-    errors, absent, _ = check(comparing, PAGE, runs)
-    assert not errors and len(absent) == 2 and "Padding" in absent[0]
+@pytest.mark.parametrize("runs, listed", [({}, "in_no_run"), ({**RUNS, "run2": {}}, "in_one_run")])
+def test_a_table_that_runs_lack_is_listed(comparing, runs, listed):
+    page = PAGE.replace(" to 0.07", "").replace("1 to 3", "1 (0 to 9)")
+    report = check(comparing, page, runs)
+    assert not report.errors
+    lists = {name: getattr(report, name) for name in ("in_no_run", "in_one_run")}
+    assert len(lists.pop(listed)) == 2 and lists.popitem()[1] == []
+
+
+def test_a_claim_is_checked_in_the_one_run_that_has_its_table(comparing):
+    errors = check(comparing, PAGE, {"run1": make_run("0.01"), "run2": {}}).errors
+    assert "not so in run1" in errors[0]
 
 
 def test_a_row_that_a_run_lacks_is_an_error(comparing):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -208,6 +210,57 @@ def nemo_first_fit_shuffle(plan: Plan) -> Iterator[Step]:
     yield from plan.in_steps(_first_fit(plan, plan.shuffled()))
 
 
+def balanced(weights: Sequence[int], parts: int, *, equal: bool = False) -> list[list[int]]:
+    """Return the indices of parts of like weight, by Karmarkar and Karp's largest differencing.
+
+    With `equal`, all parts have the same number of indices.
+    """
+    ascending = np.argsort(weights, kind="stable").tolist()
+    each = parts if equal else 1
+    heap = []
+    for at in range(0, len(ascending), each):
+        sums = [(weights[index], [index]) for index in reversed(ascending[at : at + each])]
+        sums += [(0, [])] * (parts - len(sums))
+        heap.append((sums[-1][0] - sums[0][0], at, sums))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, at, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        sums = [
+            (one + other, indices + more)
+            for (one, indices), (other, more) in zip(first, reversed(second), strict=True)
+        ]
+        sums.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (sums[-1][0] - sums[0][0], at, sums))
+    return [indices for _, indices in heap[0][2]]
+
+
+def verl_balance(plan: Plan) -> Iterator[Step]:
+    """Yield verl's micro-batches, written anew: a buffer dealt out to ranks, then cut.
+
+    Both by verl's measure of work. All ranks have as many micro-batches as the one that needs most.
+    """
+    order, lengths = plan.shuffled(), plan.lengths
+    work = [24_576 * tokens + tokens**2 for tokens in lengths]
+
+    def parts_of(indices: list[int], parts: int, **options: Any) -> list[list[int]]:
+        found = balanced([work[index] for index in indices], parts, **options)
+        return [[indices[at] for at in part] for part in found]
+
+    def tokens_of(indices: Iterable[int]) -> int:
+        return sum(lengths[index] for index in indices)
+
+    for at in range(0, len(order), plan.window * plan.ranks):
+        buffer = order[at : at + plan.window * plan.ranks]
+        ranks = parts_of(buffer[: len(buffer) // plan.ranks * plan.ranks], plan.ranks, equal=True)
+        count = max(math.ceil(tokens_of(indices) / plan.budget) for indices in ranks)
+        cut = [parts_of(indices, count) for indices in ranks]
+        while max(tokens_of(batch) for batches in cut for batch in batches) > plan.budget:
+            count += 1
+            cut = [parts_of(indices, count) for indices in ranks]
+        yield from zip(*cut, strict=True)
+
+
 PADDED_PLANS: dict[str, Planner] = {
     "fixed batches": partial(fixed, "random"),
     "`group_by_length` of transformers": partial(fixed, "group_by_length"),
@@ -223,6 +276,7 @@ PACKED_PLANS: dict[str, Planner] = {
     "axolotl's first fit, written anew": axolotl_first_fit,
     "Energon's greedy knapsack, written anew": greedy_knapsack,
     "NeMo's `first_fit_shuffle`, written anew": nemo_first_fit_shuffle,
+    "verl's balancer, written anew": verl_balance,
     PACKED: partial(ours, "packed"),
     f"{PACKED}, lengths known": partial(ours_known, "packed"),
 }

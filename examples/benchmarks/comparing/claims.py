@@ -1,4 +1,4 @@
-"""Claims and tables of pages, each checked against the tables of two runs.
+"""Claims and tables of pages, each checked against every run that has their tables.
 
 A claim is a text of the page, in which a name in braces stands for cells of a run, and a condition
 that these must meet in each run. Where runs differ, the page has the least and the greatest figure.
@@ -137,10 +137,12 @@ class PageTable:
     Attributes:
         columns: title on the page -> table and column of a run.
         rows: title on the page -> name of the row in the tables of a run.
+        corner: title of the column of rows.
     """
 
     columns: Mapping[str, tuple[str, str]]
     rows: Mapping[str, str]
+    corner: str = ""
 
     @property
     def tables(self) -> list[str]:
@@ -150,7 +152,7 @@ class PageTable:
     @property
     def header(self) -> str:
         """The first line on the page."""
-        return f"| | {' | '.join(self.columns)} |"
+        return re.sub("  +", " ", f"| {self.corner} | {' | '.join(self.columns)} |")
 
     def put(self, _match: re.Match[str], runs: Sequence[Run]) -> str:
         """Return the lines of the table."""
@@ -203,40 +205,39 @@ class Report(NamedTuple):
     """What a check has found, and the page as the runs have it."""
 
     errors: list[str]
-    not_in_the_runs: list[str]
+    in_no_run: list[str]
+    in_one_run: list[str]
     page: str
 
 
 def check(
     page: str, runs: Mapping[str, Run], claims: Sequence[Claim], tables: Sequence[PageTable]
 ) -> Report:
-    """Check a page against runs: that it has each text, and that each claim holds in each run."""
-    errors, missing = list[str](), list[str]()
+    """Check a page: that it has each text, and that this holds in each run with its tables."""
+    report = Report([], [], [], page)
     parts: list[Claim | PageTable] = [*claims, *tables]
     for part in parts:
         name = part.text if isinstance(part, Claim) else part.header
         matches = [*re.finditer(part.pattern, page)]
         if len(matches) != 1:
-            errors.append(f"{len(matches)} times on the page: {name}")
-        if absent := [title for title in part.tables if not in_all(runs, title)]:
-            missing.append(f"{', '.join(absent)}, for: {name}")
+            report.errors.append(f"{len(matches)} times on the page: {name}")
+        having = {one: run for one, run in runs.items() if run.keys() >= {*part.tables}}
+        if len(having) < 2:
+            listed = report.in_one_run if having else report.in_no_run
+            listed.append(f"{', '.join(part.tables)}, for: {name}")
+        if not having:
             continue
         try:
             if isinstance(part, Claim):
-                errors += failures(part, runs)
+                report.errors.extend(failures(part, having))
             for match in matches[:1]:
-                text = part.put(match, [*runs.values()])
+                text = part.put(match, [*having.values()])
                 if text != match[0]:
-                    errors.append(f"the page says:\n{match[0]}\nand the runs:\n{text}")
+                    report.errors.append(f"the page says:\n{match[0]}\nand the runs:\n{text}")
                     page = page[: match.start()] + text + page[match.end() :]
         except LookupError as error:
-            errors.append(f"{error.args[0]}, for: {name}")
-    return Report(errors, missing, page)
-
-
-def in_all(runs: Mapping[str, Run], title: str) -> bool:
-    """Return whether there are runs, and all have a table."""
-    return bool(runs) and all(title in run for run in runs.values())
+            report.errors.append(f"{error.args[0]}, for: {name}")
+    return report._replace(page=page)
 
 
 def failures(claim: Claim, runs: Mapping[str, Run]) -> Iterator[str]:

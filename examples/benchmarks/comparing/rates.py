@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from benchmark_loader import BATCH_SAMPLES, BUDGET_TOKENS, ByteTexts, Run, measure_batches
+from benchmark_loader import (
+    BATCH_SAMPLES,
+    BUDGET_TOKENS,
+    ByteTexts,
+    Run,
+    measure_batches,
+    odb_nodes_epoch,
+    pad_row_by_row,
+    to_arrays,
+    torch_epoch,
+)
 from comparing.common import (
     Options,
     RivalMissingError,
@@ -29,6 +39,7 @@ from comparing.common import (
 from odb_nodes import ODBDataLoader, PaddingCollate, TarDataset
 
 TIMEOUT_S = 600.0
+SAMPLES, FEW_SAMPLES = 6_000, 2_000
 
 Batches = Iterator[dict[str, Any]]
 collate = PaddingCollate()
@@ -232,21 +243,68 @@ CONTENDERS = {
 }
 
 
+# Whose batches are made by a function of the user that pads row by row: epoch, kind of samples
+OWN_COLLATE = {
+    "odb_nodes, arrays": (odb_nodes_epoch, "numpy"),
+    "`DataLoader`, arrays": (torch_epoch, "numpy"),
+    "odb_nodes, lists": (odb_nodes_epoch, "list"),
+    "odb_nodes, lists, arrays by `process_fn`": (
+        partial(odb_nodes_epoch, process_fn=to_arrays),
+        "list",
+    ),
+    "`DataLoader`, lists": (torch_epoch, "list"),
+}
+
+
 def measure(loader: Any, data: ByteTexts, folder: Path, workers: int) -> Run:
     """Run one epoch."""
     return measure_batches(loader(data, folder, workers))
 
 
+def measure_own_collate(epoch: Any, data: ByteTexts, workers: int) -> Run:
+    """Run one epoch whose batches are made by a function of the user."""
+    return measure_batches(epoch(data, workers))
+
+
 def tables(options: Options) -> Tables:
-    """Yield the table."""
-    samples = 2_000 if options.quick else 6_000
-    data = ByteTexts(samples, "numpy")
+    """Yield a table of all loaders, and one of those that collate by a function of the user."""
+    yield rates_of_all(options)
+    samples = FEW_SAMPLES if options.quick else SAMPLES
+    data = {kind: ByteTexts(samples, kind, False, pad_row_by_row) for kind in ("numpy", "list")}
+    epochs = {
+        name: partial(isolated, measure_own_collate, epoch, data[kind], 2, limit_s=TIMEOUT_S)
+        for name, (epoch, kind) in OWN_COLLATE.items()
+    }
+    yield Table(
+        "Own collate function",
+        f"{samples:,} texts as above, padded row by row in torch; 2 workers.",
+        [
+            {"": name, "samples / s": rate_of(runs), "CPU us a sample": cpu_us_of(runs)}
+            for name, runs in in_turns(epochs, options.rounds).items()
+        ],
+    )
+
+
+def rate_of(runs: list[Run]) -> str:
+    """Return the samples a second of runs."""
+    return spread([run.samples_per_s for run in runs])
+
+
+def cpu_us_of(runs: list[Run]) -> str:
+    """Return the median CPU time of a sample in us."""
+    return f"{statistics.median(run.cpu_s / run.samples * 1e6 for run in runs):,.0f}"
+
+
+def rates_of_all(options: Options) -> Table:
+    """Return the table of all loaders."""
+    settings = [(1, SAMPLES), (2, SAMPLES), (4, SAMPLES), (2, FEW_SAMPLES)]
     rates: dict[str, Row] = {name: {"": name} for name in CONTENDERS}
     rest: dict[str, Row] = {name: {} for name in CONTENDERS}
-    with suppress(RivalMissingError):
-        table_of(data)  # before the clock starts
-    with tempfile.TemporaryDirectory() as folder:
-        for workers in (2,) if options.quick else (1, 2, 4):
+    for workers, samples in settings[-1:] if options.quick else settings:
+        data = ByteTexts(samples, "numpy")
+        with suppress(RivalMissingError):
+            table_of(data)  # before the clock starts
+        with tempfile.TemporaryDirectory() as folder:
             epochs = {
                 name: partial(
                     isolated, measure, one, data, Path(folder), workers, limit_s=TIMEOUT_S
@@ -256,18 +314,18 @@ def tables(options: Options) -> Tables:
             if not options.quick:
                 in_turns(epochs, 1)  # writes the files, and reads them once
             found = in_turns(epochs, options.rounds)
-            for name, runs in found.items():
-                rate = spread([run.samples_per_s for run in runs])
-                rates[name][f"samples / s, {workers} worker{'s' * (workers > 1)}"] = rate
-                cpu_us = statistics.median(run.cpu_s / run.samples * 1e6 for run in runs)
-                rest[name].pop("padding", None)  # which comes last
-                rest[name][f"CPU us a sample, {workers}"] = f"{cpu_us:,.0f}"
-                rest[name]["padding"] = f"{runs[-1].padding:.2f}"
-    yield Table(
+        column = f"{workers} worker{'s' * (workers > 1)}"
+        column += f", {samples:,} texts" * (samples < SAMPLES)
+        for name, runs in found.items():
+            rates[name][f"samples / s, {column}"] = rate_of(runs)
+            rest[name].pop("padding", None)  # which comes last
+            rest[name][f"CPU us a sample, {column}"] = cpu_us_of(runs)
+            rest[name]["padding"] = f"{runs[-1].padding:.2f}"
+    return Table(
         "Loader rate",
-        f"{samples:,} texts (mean 400 tokens, one for each byte), numpy arrays, padded by the same "
-        f"function; an epoch from the start of the workers to their end, the median of "
-        f"{options.rounds}, and the range. Fixed batches have {BATCH_SAMPLES} samples; a budget is "
-        f"{BUDGET_TOKENS:,} padded tokens.",
+        f"{SAMPLES:,} texts, or as many as a column says (mean 400 tokens, one for each byte), "
+        "numpy arrays, padded by the same function; an epoch from the start of the workers to "
+        f"their end, the median of {options.rounds}, and the range. Fixed batches have "
+        f"{BATCH_SAMPLES} samples; a budget is {BUDGET_TOKENS:,} padded tokens.",
         [row | rest[name] for name, row in rates.items() if len(row) > 1],
     )

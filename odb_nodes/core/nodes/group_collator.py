@@ -266,7 +266,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
     def _collated(self, group: SampleBlock, info: StepInfo) -> Batch:
         place = f" at step {info.step} of epoch {info.epoch}"
-        remedy = "To leave a sample out, pass `exclude=[key]` with its key"
+        remedy = "To leave a sample out, name its key in `exclude`"
         with naming_samples("collate_fn", group, f"{place}. {remedy}"):
             try:
                 if self._collate_block is not None:

@@ -399,12 +399,12 @@ class FeedSource(EpochNode[Any, FeedState]):
         """Take what was made of a request; return whether it was expected."""
         self._check_process()
         check_count("version", version, 0, MAX_KEY)
-        if not self._expects(key):
-            return False
+        is_expected = self._expects(key)
         # Without the lock: this takes long, and may call the user's `observe`.
-        items = self._checked_items(key, data)
+        items = self._checked_items(key, data) if is_expected else None
         with self._changed:
-            if not self._expects(key):
+            if not (is_expected and self._expects(key)):  # it may have changed meanwhile
+                self._ignored += 1
                 return False
             if key in self._in_flight:
                 request, _ = self._in_flight.pop(key)
@@ -419,10 +419,7 @@ class FeedSource(EpochNode[Any, FeedState]):
 
     def _expects(self, key: int) -> bool:
         with self._changed:
-            is_issued = key in self._in_flight or key in self._issued_before
-            is_expected = is_issued and not self.is_closed
-            self._ignored += not is_expected
-        return is_expected
+            return not self.is_closed and (key in self._in_flight or key in self._issued_before)
 
     def _checked_items(self, key: int, data: bytes) -> Any:
         items = _items_of(data)

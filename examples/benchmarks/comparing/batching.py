@@ -35,7 +35,7 @@ class Plan:
         lengths: tokens of each sample.
         budget: tokens of a batch, padding included.
         ranks: number of ranks.
-        window: samples that wait to be grouped, where a contender has such a buffer.
+        window: samples of a rank that wait to be grouped, where a contender has such a buffer.
         seed: of the order.
         accumulate: batches of an optimizer step, for `batch_rebalance`.
         size: samples of a fixed batch; default: so many of the longest as fit.
@@ -127,7 +127,7 @@ def lhotse(plan: Plan, buffer_size: int = 0, quadratic: float | None = None) -> 
             shuffle=True,
             num_buckets=30,  # as in its recipes
             seed=plan.seed,
-            buffer_size=buffer_size or plan.window,
+            buffer_size=buffer_size or plan.window * plan.ranks,  # of all ranks together
             quadratic_duration=quadratic,
             world_size=plan.ranks,
             rank=rank,
@@ -193,8 +193,9 @@ def greedy_knapsack(plan: Plan) -> Iterator[Step]:
     """
     order = plan.shuffled()
     packs: list[list[int]] = []
-    for at in range(0, len(order), plan.window):
-        buffer = sorted(order[at : at + plan.window], key=plan.lengths.__getitem__)
+    size = plan.window * plan.ranks
+    for at in range(0, len(order), size):
+        buffer = sorted(order[at : at + size], key=plan.lengths.__getitem__)
         sizes = [plan.lengths[index] for index in buffer]
         while buffer:
             pack, left = [], plan.budget

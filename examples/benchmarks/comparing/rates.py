@@ -318,9 +318,8 @@ def rates_of_all(options: Options) -> Table:
         column += f", {samples:,} texts" * (samples < SAMPLES)
         for name, runs in found.items():
             rates[name][f"samples / s, {column}"] = rate_of(runs)
-            rest[name].pop("padding", None)  # which comes last
             rest[name][f"CPU us a sample, {column}"] = cpu_us_of(runs)
-            rest[name]["padding"] = f"{runs[-1].padding:.2f}"
+            rest[name][f"padding, {column}"] = f"{runs[-1].padding:.2f}"
     return Table(
         "Loader rate",
         f"{SAMPLES:,} texts, or as many as a column says (mean 400 tokens, one for each byte), "

@@ -228,9 +228,10 @@ def tables(options: Options) -> Tables:
         }
     )
     conditions = (
-        f"{samples:,} samples of {sleep_ms:g} ms; {WORKERS} workers or threads; a window or buffer "
-        f"of {window:,} samples. Fixed batches have {BATCH_SAMPLES} samples, and need no buffer; a "
-        f"budget is {BUDGET:,} tokens. Resumed after half of the samples."
+        f"{samples:,} samples of {sleep_ms:g} ms; {WORKERS} workers or threads, but none of lhotse "
+        f"and datasets; a window or buffer of {window:,} samples. Fixed batches have "
+        f"{BATCH_SAMPLES} samples, and need no buffer; a budget is {BUDGET:,} tokens. Resumed "
+        "after half of the samples."
     )
     yield Table(
         "First batch",

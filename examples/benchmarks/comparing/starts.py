@@ -229,10 +229,11 @@ def grain_ids(row: dict[str, Any]) -> Batch:
     return [one - 1 for one in dict.fromkeys(row["id"].tolist()) if one]
 
 
-def lhotse(process: Process, window: int, state: Any) -> Running:
+def lhotse(process: Process, window: int, state: Any, way: str = "") -> Running:
     """Run lhotse's `DynamicBucketingSampler` over cuts whose length is known once processed.
 
-    The manifest is indexed, so that a state holds the positions of the buffered cuts.
+    The manifest is indexed, so that a state holds the positions of the buffered cuts. If it has
+    the lengths, the samples of a batch are processed when the sampler has made it.
     """
     from comparing.batching import lhotse_cuts
 
@@ -246,9 +247,9 @@ def lhotse(process: Process, window: int, state: Any) -> Running:
 
     sampling = rival("lhotse.dataset.sampling")
     cut_set = rival("lhotse").CutSet
-    cuts = cut_set(
-        rival("lhotse.lazy").LazyMapper(cut_set.from_file(manifest, indexed=True), cut_of)
-    )
+    cuts = cut_set.from_file(manifest, indexed=True)
+    if way != "lengths":
+        cuts = cut_set(rival("lhotse.lazy").LazyMapper(cuts, cut_of))
     rank, ranks = rank_and_ranks()
     sampler = sampling.DynamicBucketingSampler(
         cuts, max_duration=float(BUDGET), shuffle=True, buffer_size=window, num_buckets=10,
@@ -257,7 +258,10 @@ def lhotse(process: Process, window: int, state: Any) -> Running:
     )  # fmt: skip
     if state is not None:
         sampler.load_state_dict(state)
-    return Running(([int(cut.id) for cut in batch] for batch in sampler), sampler.state_dict)
+    batches = iter(sampler)
+    if way == "lengths":
+        batches = ([cut_of(cut) for cut in batch] for batch in batches)
+    return Running(([int(cut.id) for cut in batch] for batch in batches), sampler.state_dict)
 
 
 def streaming(process: Process, _window: int, state: Any) -> Running:
@@ -343,7 +347,9 @@ def energon(process: Process, window: int, state: Any) -> Running:
         task_encoder=Encoder(),
         repeat=False,
     )
-    loader = package.get_savable_loader(data)
+    loader = package.get_savable_loader(
+        data, checkpoint_every_sec=0, checkpoint_every_min_n_samples=1
+    )
     if state is not None:
         loader.restore_state_rank(state)
     return Running(iter(loader), loader.save_state_rank)
@@ -377,6 +383,7 @@ CONTENDERS: dict[str, tuple[str, Start]] = {
     "Energon": ("buffer", energon),
     "Grain, packed first fit": ("budget", partial(grain, way="packed")),
     "lhotse, lengths from processing": ("budget", lhotse),
+    "lhotse, lengths known": ("budget", partial(lhotse, way="lengths")),
     "odb_nodes, list": ("budget", odb_nodes),
     "odb_nodes, stream": ("budget", partial(odb_nodes, way="stream")),
     "odb_nodes, list, `window_start`": ("budget", partial(odb_nodes, way="early")),

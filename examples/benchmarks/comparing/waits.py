@@ -150,11 +150,9 @@ def tables(options: Options) -> Tables:
         for name, epochs in in_turns(runs, options.rounds).items():
             layout = CONTENDERS[name]
             report = simulate(PLANS[layout][name], layout, plan).report
-            waiting = [100 * epoch.waiting_s / epoch.epoch_s for epoch in epochs]
             levels = [epoch.busy_s / (epoch.busy_s + epoch.waiting_s) for epoch in epochs]
             rows[name] |= {
                 f"epoch, s, {ranks} ranks": spread([epoch.epoch_s for epoch in epochs], 1),
-                f"waiting, %, {ranks} ranks": spread(waiting, 1),
                 f"balance, simulated, {ranks} ranks": f"{report.time_balance:.3f}",
                 f"balance, measured, {ranks} ranks": spread(levels, 3),
             }
@@ -163,9 +161,10 @@ def tables(options: Options) -> Tables:
         f"{samples:,} samples of lognormal lengths (CV {CV:g}) on real gloo ranks, which meet "
         f"after each step; in place of a model, each sleeps {1e6 * S_PER_TOKEN:g} us for each "
         f"padded token, and for attention: half of the time of {ATTENTION_TOKENS:,} tokens. "
-        f"Budget {BUDGET:,} tokens, window {WINDOW} samples. Waiting: share of the epoch, mean of "
-        "the ranks. Balance: mean time of the ranks / time of the slowest. Batches of others are "
-        "planned before the clock starts; the time of our loader is in the epoch alone. "
+        f"Budget {BUDGET:,} tokens, window {WINDOW} samples a rank. Balance: busy time of the "
+        "ranks / their busy and waiting time; simulated, it is mean time / time of the slowest rank. "
+        "Batches of others are planned before the clock starts; for ours, an epoch also has the "
+        "time of the loader, and ranks wait for one whose batch comes late. "
         f"The median of {options.rounds}, and the range.",
         [row for row in rows.values() if len(row) > 1],
     )

@@ -163,8 +163,8 @@ def tables(options: Options) -> Tables:
         f"padded token, and for attention: half of the time of {ATTENTION_TOKENS:,} tokens. "
         f"Budget {BUDGET:,} tokens, window {WINDOW} samples a rank. Balance: busy time of the "
         "ranks / their busy and waiting time; simulated, it is mean time / time of the slowest "
-        "rank. Batches of others are planned before the clock starts; for ours, an epoch also has the "
-        "time of the loader, and ranks wait for one whose batch comes late. "
+        "rank. Batches of others are planned before the clock starts; for ours, an epoch also has "
+        "the time of the loader, and ranks wait for one whose batch comes late. "
         f"The median of {options.rounds}, and the range.",
         [row for row in rows.values() if len(row) > 1],
     )

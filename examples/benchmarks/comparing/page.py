@@ -3,99 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-from comparing.claims import Cell, Claim, PageTable
+from comparing import page_names as run
+from comparing.claims import Claim, PageTable
+from comparing.page_tables import TABLES
 
-FIXED, GROUPED = "fixed batches", "`group_by_length` of transformers"
-REBALANCED = "`batch_rebalance` of transformers"
-LHOTSE, LHOTSE_TIME = "lhotse, buffer as our window", "lhotse, `quadratic_duration`"
-TRL, AXOLOTL = "TRL, best fit decreasing", "axolotl's first fit, written anew"
-VERL = "verl's balancer, written anew"
-PADDED, PACKED = "odb_nodes, padded", "odb_nodes, packed"
-TIMED, PADDED_KNOWN, PACKED_KNOWN = (
-    f"{PADDED}, `step_time`",
-    f"{PADDED}, lengths known",
-    f"{PACKED}, lengths known",
-)
-ODB, SCALED = "online-dynamic-batching", f"{PADDED}, rate by samples"
-HALVES = f"{PADDED}, 2 batches a step"
-GRAIN_PACKED, LHOTSE_START = "Grain, packed first fit", "lhotse, lengths from processing"
-LIST, STREAM = "odb_nodes, list", "odb_nodes, stream"
-LIST_EARLY, LIST_KNOWN = "odb_nodes, list, `window_start`", "odb_nodes, list, lengths known"
-STATEFUL, STREAM_OF_DATASETS = "`StatefulDataLoader`, list", "datasets, stream"
-
-padding = partial(Cell, "Padding")
-balance = partial(Cell, "Balance over 4 ranks")
-balance_64 = partial(Cell, "Balance over 64 ranks")
-waits = partial(Cell, "Waiting")
-first = partial(Cell, "First batch")
-resumed = partial(Cell, "Resume")
-on_ranks = partial(Cell, "Resume on 4 ranks")
-store = partial(Cell, "Object store")
-rate = partial(Cell, "Loader rate")
-own_collate = partial(Cell, "Own collate function")
-speed = partial(Cell, "Training: speed")
-batches = partial(Cell, "Training: batches")  # its last number is the held-out loss
-quality = partial(Cell, "Quality: text")
-
-CV1, LARGEST = "CV 1.0: padding, fill", "largest batch / budget"
-TEXT, IMAGES, LOSS = "text", "images and text, short epoch", 3
-TASKS = (TEXT, "images and text", "encoder-decoder")
-MEASURED = "balance, measured, 4 ranks"
-RATE_2, RATE_4, CPU_2 = (
-    "samples / s, 2 workers",
-    "samples / s, 4 workers",
-    "CPU us a sample, 2 workers",
-)
-CPU = "CPU us a sample"
-LISTS, LISTS_TO_ARRAYS = "odb_nodes, lists", "odb_nodes, lists, arrays by `process_fn`"
-RATE_SHORT = f"{RATE_2}, 2,000 texts"
-OTHER_LOADERS = ("`StatefulDataLoader`", "Grain")
-OUR_STORES = ("odb_nodes, Parquet", "odb_nodes, tar")
-START, RESUME, AGAIN = "start, s", "resume, s", "made again"
-
-
-BATCH_ROWS = {
-    FIXED: FIXED,
-    GROUPED: GROUPED,
-    REBALANCED: REBALANCED,
-    "lhotse": LHOTSE,
-    LHOTSE_TIME: LHOTSE_TIME,
-    PADDED: PADDED,
-    TIMED: TIMED,
-    PADDED_KNOWN: PADDED_KNOWN,
-    TRL: TRL,
-    AXOLOTL: AXOLOTL,
-    VERL: VERL,
-    PACKED: PACKED,
-    PACKED_KNOWN: PACKED_KNOWN,
-}
-RESUME_ROWS = {
-    STATEFUL: STATEFUL,
-    "Grain": "Grain",
-    "LitData": "LitData",
-    STREAM_OF_DATASETS: STREAM_OF_DATASETS,
-    "Energon": "Energon",
-    GRAIN_PACKED: GRAIN_PACKED,
-    LHOTSE_START: LHOTSE_START,
-    LIST: LIST,
-    'odb_nodes, list, `window_start="early"`': LIST_EARLY,
-    LIST_KNOWN: LIST_KNOWN,
-    STREAM: STREAM,
-}
-TRAINED_ROWS = {
-    FIXED: FIXED,
-    GROUPED: GROUPED,
-    ODB: ODB,
-    "lhotse": LHOTSE,
-    PADDED: PADDED,
-    f"{PADDED}, half the budget, 2 batches a step": HALVES,
-    f"{TRL}, packed": TRL,
-    PACKED: PACKED,
-}
-IMAGE_ROWS = {title: name for title, name in TRAINED_ROWS.items() if name != TRL}
-IMAGE_ROWS[f"{PADDED}, `LrScaling`"] = SCALED
+IN_ONE_RUN = ("Training: ", "Quality: ")
+"""How the titles of tables begin that are of one run, of several seeds."""
 
 
 def within(values: Sequence[float], of: float) -> bool:
@@ -105,62 +19,73 @@ def within(values: Sequence[float], of: float) -> bool:
 
 IN_SHORT = [
     Claim(
-        "| `odb_nodes`: {ours}, lhotse {lhotse} |",
-        lambda ours, lhotse, others: ours < min(lhotse, *others),
+        "| `odb_nodes`: {ours}, lhotse {lhotse}; in [training on text](#training) {level} with "
+        "either |",
+        lambda ours, lhotse, others, level: ours < min(lhotse, *others) and within(level, 0.005),
         {
-            "ours": padding(PADDED, CV1),
-            "lhotse": padding(LHOTSE, CV1),
-            "others": [padding(name, CV1) for name in (FIXED, GROUPED, REBALANCED)],
+            "ours": run.padding(run.PADDED, run.CV1),
+            "lhotse": run.padding(run.LHOTSE, run.CV1),
+            "others": [
+                run.padding(name, run.CV1)
+                for name in (run.FIXED, run.GROUPED, run.REBALANCED, run.LHOTSE_LARGE)
+            ],
+            "level": [run.batches(name, run.TEXT) for name in (run.PADDED, run.LHOTSE)],
         },
     ),
     Claim(
-        "| `odb_nodes` online and first fit of all lengths: {fill} full |",
+        "| `odb_nodes` online and first fit of all lengths: fill {fill} |",
         lambda fill, others: within(fill, 0.001) and min(fill) > max(others),
         {
-            "fill": [padding(PACKED, CV1, 1), padding(AXOLOTL, CV1, 1)],
-            "others": [
-                padding(TRL, CV1, 1),
-                padding("Energon's greedy knapsack, written anew", CV1, 1),
-            ],
+            "fill": [run.padding(name, run.CV1, 1) for name in (run.PACKED, run.AXOLOTL)],
+            "others": [run.padding(name, run.CV1, 1) for name in (run.TRL, run.KNAPSACK, run.VERL)],
         },
     ),
     Claim(
         "| `odb_nodes` and axolotl's first fit: {level}; on 64 ranks **axolotl's** {axolotl}, "
-        "`odb_nodes` {ours}, with known lengths {known} |",
-        lambda level, axolotl, ours, known, others, others_64: (
-            within(level, 0.005)
-            and min(level) > max(others)
-            and known > axolotl > max(ours, *others_64)
+        "**verl's balancer** {verl}, `odb_nodes` {ours}, with known lengths {known} |",
+        lambda level, others, axolotl, verl, ours, known: (
+            within(level, 0.005) and min(level) > max(others) and known > axolotl > verl > ours
         ),
         {
-            "level": [balance(PACKED, "CV 2.0"), balance(AXOLOTL, "CV 2.0")],
-            "others": [balance(name, "CV 2.0") for name in (TRL, VERL)],
-            "axolotl": balance_64(AXOLOTL, "CV 1.0"),
-            "ours": balance_64(PACKED, "CV 1.0"),
-            "known": balance_64(PACKED_KNOWN, "CV 1.0"),
-            "others_64": [balance_64(name, "CV 1.0") for name in (TRL, VERL)],
+            "level": [run.balance(name, run.CV2) for name in (run.PACKED, run.AXOLOTL)],
+            "others": [run.balance(name, run.CV2) for name in (run.TRL, run.VERL)],
+            "axolotl": run.balance_64(run.AXOLOTL),
+            "verl": run.balance_64(run.VERL),
+            "ours": run.balance_64(run.PACKED),
+            "known": run.balance_64(run.PACKED_KNOWN),
         },
     ),
     Claim(
         "| **axolotl's first fit**: {axolotl}, `odb_nodes` {ours}, TRL {trl}; on 2 ranks "
-        "{level} with either |",
+        "{level} with either of the first two |",
         lambda axolotl, ours, trl, level: axolotl > ours > trl and within(level, 0.02),
         {
-            "axolotl": waits(AXOLOTL, MEASURED),
-            "ours": waits(PACKED, MEASURED),
-            "trl": waits(TRL, MEASURED),
-            "level": [waits(name, "balance, measured, 2 ranks") for name in (AXOLOTL, PACKED)],
+            "axolotl": run.waits(run.AXOLOTL, run.MEASURED_4),
+            "ours": run.waits(run.PACKED, run.MEASURED_4),
+            "trl": run.waits(run.TRL, run.MEASURED_4),
+            "level": [run.waits(name, run.MEASURED_2) for name in (run.AXOLOTL, run.PACKED)],
+        },
+    ),
+    Claim(
+        "| `odb_nodes`, `step_time`: {timed}; lhotse, `quadratic_duration` {lhotse}, fixed batches "
+        "{fixed} |",
+        lambda timed, lhotse, fixed, other: timed > max(lhotse, fixed, other),
+        {
+            "timed": run.waits(run.TIMED, run.MEASURED_4),
+            "lhotse": run.waits(run.LHOTSE_TIME, run.MEASURED_4),
+            "fixed": run.waits(run.FIXED, run.MEASURED_4),
+            "other": run.waits(run.LHOTSE, run.MEASURED_4),
         },
     ),
     Claim(
         "| **lhotse**: {lhotse}, `odb_nodes` {ours}; with "
         "[`step_time`](distributed.md#level-in-time), `odb_nodes`: {timed} |",
-        lambda lhotse, ours, timed, other: timed > max(lhotse, other) and lhotse > ours,
+        lambda lhotse, ours, timed, others: timed > max(lhotse, *others) and lhotse > ours,
         {
-            "lhotse": balance(LHOTSE, "CV 2.0"),
-            "other": balance(LHOTSE_TIME, "CV 2.0"),
-            "ours": balance(PADDED, "CV 2.0"),
-            "timed": balance(TIMED, "CV 2.0"),
+            "lhotse": run.balance(run.LHOTSE, run.CV2),
+            "others": [run.balance(name, run.CV2) for name in (run.LHOTSE_TIME, run.LHOTSE_LARGE)],
+            "ours": run.balance(run.PADDED, run.CV2),
+            "timed": run.balance(run.TIMED, run.CV2),
         },
     ),
     Claim(
@@ -168,94 +93,136 @@ IN_SHORT = [
         "{ours} x, lhotse {lhotse} x, online-dynamic-batching {odb} x |",
         lambda packed, ours, lhotse, odb, others: min(packed) > ours > max(lhotse, odb, *others),
         {
-            "packed": [speed(name, TEXT) for name in (TRL, PACKED)],
-            "ours": speed(PADDED, TEXT),
-            "lhotse": speed(LHOTSE, TEXT),
-            "odb": speed(ODB, TEXT),
-            "others": [speed(name, TEXT) for name in (FIXED, GROUPED)],
+            "packed": [run.speed(name, run.TEXT) for name in (run.TRL, run.PACKED)],
+            "ours": run.speed(run.PADDED, run.TEXT),
+            "lhotse": run.speed(run.LHOTSE, run.TEXT),
+            "odb": run.speed(run.ODB, run.TEXT),
+            "others": [run.speed(name, run.TEXT) for name in (run.FIXED, run.GROUPED)],
         },
     ),
     Claim(
         "| `odb_nodes` and lhotse, padded: {t5} x and {images} x fixed batches |",
-        lambda t5, images, other_t5, other_images: (
+        lambda t5, other_t5, images, other_images: (
             min(t5) > max(other_t5) and min(images) > max(other_images)
         ),
         {
-            f"{prefix}{name}": [speed(contender, task) for contender in contenders]
-            for prefix, contenders in (("", (PADDED, LHOTSE)), ("other_", (FIXED, GROUPED, ODB)))
-            for name, task in (("t5", "encoder-decoder"), ("images", "images and text"))
+            "t5": [run.speed(name, run.T5) for name in (run.PADDED, run.LHOTSE)],
+            "other_t5": [run.speed(name, run.T5) for name in (run.FIXED, run.GROUPED, run.ODB)],
+            "images": [run.speed(name, run.IMAGES) for name in (run.PADDED, run.LHOTSE)],
+            "other_images": [
+                run.speed(name, run.IMAGES) for name in (run.FIXED, run.GROUPED, run.ODB)
+            ],
         },
     ),
     Claim(
-        "| **fixed batches** by loss: {fixed}, `odb_nodes` {ours}; with half the budget and 2 "
-        "batches a step {halved} |",
-        lambda fixed, ours, halved: fixed < ours and halved < ours,
-        {
-            "fixed": batches(FIXED, IMAGES, LOSS),
-            "ours": batches(PADDED, IMAGES, LOSS),
-            "halved": batches(HALVES, IMAGES, LOSS),
-        },
-    ),
-    Claim(
-        "| `odb_nodes`: {ours} samples / s and {ours_us} us of CPU time a text, `DataLoader` "
-        "{torch} and {torch_us} |",
-        lambda ours, ours_us, torch, torch_us, others, others_us: (
-            ours > max(torch, *others) and ours_us < min(torch_us, *others_us)
+        "| **fixed batches**: {fixed}, after as many CPU seconds {fixed_cpu}; `odb_nodes` {ours} "
+        "and {ours_cpu}, with half the budget and 2 batches a step {halved} and {halved_cpu} |",
+        lambda fixed, ours, halved, fixed_cpu, ours_cpu, halved_cpu: (
+            fixed < halved < ours and fixed_cpu < halved_cpu < ours_cpu
         ),
         {
-            "ours": rate("odb_nodes, memory", RATE_2),
-            "ours_us": rate("odb_nodes, memory", CPU_2),
-            "torch": rate("`DataLoader`, memory", RATE_2),
-            "torch_us": rate("`DataLoader`, memory", CPU_2),
-            "others": [rate(f"{name}, memory", RATE_2) for name in OTHER_LOADERS],
-            "others_us": [rate(f"{name}, memory", CPU_2) for name in OTHER_LOADERS],
+            "fixed": run.image_loss(run.FIXED, "epoch"),
+            "fixed_cpu": run.image_loss(run.FIXED, run.EQUAL_CPU),
+            "ours": run.image_loss(run.PADDED, "epoch"),
+            "ours_cpu": run.image_loss(run.PADDED, run.EQUAL_CPU),
+            "halved": run.image_loss(run.HALVES, "epoch"),
+            "halved_cpu": run.image_loss(run.HALVES, run.EQUAL_CPU),
         },
     ),
     Claim(
-        "| `odb_nodes`, `step_time`: {timed}; lhotse {lhotse}, fixed batches {fixed} |",
-        lambda timed, lhotse, fixed, other: timed > max(lhotse, fixed, other),
+        "| **fixed batches**: {fixed}, lhotse {lhotse}, online-dynamic-batching {odb}, `odb_nodes` "
+        "{ours}, with half the budget and 2 batches a step {halved}; after as many CPU seconds "
+        "`odb_nodes`: {ours_cpu}, lhotse {lhotse_cpu}, fixed batches {fixed_cpu} |",
+        lambda fixed, lhotse, odb, ours, halved, ours_cpu, lhotse_cpu, fixed_cpu: (
+            fixed < halved < min(lhotse, odb)
+            and ours > max(lhotse, odb)
+            and ours_cpu < lhotse_cpu < fixed_cpu
+        ),
         {
-            "timed": waits(TIMED, MEASURED),
-            "lhotse": waits(LHOTSE, MEASURED),
-            "fixed": waits(FIXED, MEASURED),
-            "other": waits(LHOTSE_TIME, MEASURED),
+            "fixed": run.short_loss(run.FIXED, "epoch"),
+            "lhotse": run.short_loss(run.LHOTSE, "epoch"),
+            "odb": run.short_loss(run.ODB, "epoch"),
+            "ours": run.short_loss(run.PADDED, "epoch"),
+            "halved": run.short_loss(run.HALVES, "epoch"),
+            "ours_cpu": run.short_loss(run.PADDED, run.EQUAL_CPU),
+            "lhotse_cpu": run.short_loss(run.LHOTSE, run.EQUAL_CPU),
+            "fixed_cpu": run.short_loss(run.FIXED, run.EQUAL_CPU),
         },
     ),
     Claim(
         "| `odb_nodes` under a budget {ours} s, Grain and LitData with fixed batches {fixed} s; "
-        "Grain's packing {grain} s, lhotse {lhotse} s |",
-        lambda ours, fixed, grain, lhotse: (
-            max(ours) < min(fixed) + 0.3 and max(ours) < min(grain, lhotse)
+        "Grain's packing {grain} s, lhotse {lhotse} s; on 4 ranks **Grain** with fixed batches "
+        "{grain_4} s, `odb_nodes` {ours_4} s |",
+        lambda ours, fixed, grain, lhotse, grain_4, ours_4: (
+            max(ours) <= min(fixed) + 0.2
+            and max(ours) < min(grain, lhotse)
+            and grain_4 < min(ours_4)
         ),
         {
-            "ours": [first(LIST, RESUME), first(STREAM, RESUME)],
-            "fixed": [first("Grain", RESUME), first("LitData", RESUME)],
-            "grain": first(GRAIN_PACKED, RESUME),
-            "lhotse": first(LHOTSE_START, RESUME),
+            "ours": [run.first(name, run.RESUME) for name in (run.LIST, run.STREAM)],
+            "fixed": [run.first(name, run.RESUME) for name in (run.GRAIN, run.LITDATA)],
+            "grain": run.first(run.GRAIN_PACKED, run.RESUME),
+            "lhotse": run.first(run.LHOTSE_START, run.RESUME),
+            "grain_4": run.on_ranks(run.GRAIN, run.RESUME),
+            "ours_4": [run.on_ranks(name, run.RESUME) for name in (run.LIST, run.STREAM)],
         },
     ),
     Claim(
-        "| **Grain** with fixed batches, which fill no pool: {grain} s; `odb_nodes` {known} s with "
-        'known lengths, {early} s with `window_start="early"`, {full} s in a full window; Grain\'s '
-        "packing {packed} s |",
-        lambda grain, known, early, full, packed: grain < known < early < min(full, packed),
+        "| **Grain** with fixed batches, which fill no pool: {grain} s; `odb_nodes` {known} s and "
+        "lhotse {lhotse} s with known lengths; `odb_nodes` {early} s with "
+        '`window_start="early"`, {full} s in a full window; Grain\'s packing {packed} s |',
+        lambda grain, known, lhotse, early, full, packed: (
+            grain < min(known, lhotse) and known < early < min(full, packed)
+        ),
         {
-            "grain": first("Grain", START),
-            "known": first(LIST_KNOWN, START),
-            "early": first(LIST_EARLY, START),
-            "full": first(LIST, START),
-            "packed": first(GRAIN_PACKED, START),
+            "grain": run.first(run.GRAIN, run.START),
+            "known": run.first(run.LIST_KNOWN, run.START),
+            "lhotse": run.first(run.LHOTSE_KNOWN, run.START),
+            "early": run.first(run.LIST_EARLY, run.START),
+            "full": run.first(run.LIST, run.START),
+            "packed": run.first(run.GRAIN_PACKED, run.START),
         },
     ),
     Claim(
-        "| `odb_nodes` and LitData by CPU time: {level} us a text, WebDataset {web}; "
-        "**WebDataset** by the first batch: {web_first} s, `odb_nodes` {our_first} |",
-        lambda level, web, web_first, our_first: max(level) < web and web_first < min(our_first),
+        "| `odb_nodes`: {ours} samples / s and {ours_cpu} us of CPU time a text, `DataLoader` "
+        "{torch} and {torch_cpu}; lists and a `collate_fn` of yours: **`DataLoader`** {lists}, "
+        "`odb_nodes` {our_lists} |",
+        lambda ours, ours_cpu, torch, torch_cpu, others, others_cpu, lists, our_lists: (
+            ours > max(torch, *others)
+            and ours_cpu < min(torch_cpu, *others_cpu)
+            and lists > our_lists
+        ),
         {
-            "level": [store(name, "CPU us a sample") for name in (*OUR_STORES, "LitData")],
-            "web": store("WebDataset, tar", "CPU us a sample"),
-            "web_first": store("WebDataset, tar", "first batch, s"),
-            "our_first": [store(name, "first batch, s") for name in OUR_STORES],
+            "ours": run.rate(run.OUR_MEMORY, run.RATE_2),
+            "ours_cpu": run.rate(run.OUR_MEMORY, run.CPU_2),
+            "torch": run.rate(run.TORCH_MEMORY, run.RATE_2),
+            "torch_cpu": run.rate(run.TORCH_MEMORY, run.CPU_2),
+            "others": [
+                run.rate(name, run.RATE_2) for name in (run.STATEFUL_MEMORY, "Grain, memory")
+            ],
+            "others_cpu": [
+                run.rate(name, run.CPU_2) for name in (run.STATEFUL_MEMORY, "Grain, memory")
+            ],
+            "lists": run.own_collate(run.TORCH_LISTS, run.RATE),
+            "our_lists": run.own_collate(run.LISTS, run.RATE),
+        },
+    ),
+    Claim(
+        "| by CPU time `odb_nodes` {ours} us a text, LitData {litdata}, WebDataset {web}; "
+        "**WebDataset** by the first batch, {web_first} s to {our_first} s, and by memory |",
+        lambda ours, litdata, web, web_first, our_first, web_memory, our_memory: (
+            min(ours) < min(litdata, web)
+            and web_first < min(our_first)
+            and web_memory < min(our_memory)
+        ),
+        {
+            "ours": [run.store(name, run.CPU) for name in run.OUR_STORES],
+            "litdata": run.store(run.LITDATA, run.CPU),
+            "web": run.store(run.WEB_STORE, run.CPU),
+            "web_first": run.store(run.WEB_STORE, run.FIRST),
+            "our_first": [run.store(name, run.FIRST) for name in run.OUR_STORES],
+            "web_memory": run.store(run.WEB_STORE, run.MEMORY, 1),
+            "our_memory": [run.store(name, run.MEMORY, 1) for name in run.OUR_STORES],
         },
     ),
 ]
@@ -265,26 +232,29 @@ SECTIONS = [
         "Fixed batches hold two samples, so that the longest fit, and fill a tenth of their "
         "memory.",
         lambda fill: 0.08 < fill < 0.12,
-        {"fill": padding(FIXED, CV1, 1)},
+        {"fill": run.padding(run.FIXED, run.CV1, 1)},
     ),
     Claim(
         "At CV 2, the largest batch of lhotse is {lhotse} x the budget, the largest of `odb_nodes` "
         "{ours} x.",
         lambda lhotse, ours: lhotse > 1 >= max(ours),
         {
-            "lhotse": padding(LHOTSE, LARGEST),
+            "lhotse": run.padding(run.LHOTSE, run.LARGEST),
             "ours": [
-                padding(name, LARGEST) for name in (PADDED, PADDED_KNOWN, PACKED, PACKED_KNOWN)
+                run.padding(name, run.LARGEST)
+                for name in (run.PADDED, run.PADDED_KNOWN, run.PACKED, run.PACKED_KNOWN)
             ],
         },
     ),
     Claim(
-        "From a source that reads by key, `odb_nodes` makes {ours} samples besides those of the "
-        "first batch. Energon, Grain's packing and lhotse make {others}.",
+        "By its first batch of a resume, `odb_nodes` has made {ours} samples besides those of this "
+        "batch, Grain's packing and lhotse {others}.",
         lambda ours, others: ours < min(others) / 10,
         {
-            "ours": resumed(LIST, AGAIN),
-            "others": [resumed(name, AGAIN) for name in ("Energon", GRAIN_PACKED, LHOTSE_START)],
+            "ours": run.resumed(run.LIST, run.AGAIN),
+            "others": [
+                run.resumed(name, run.AGAIN) for name in (run.GRAIN_PACKED, run.LHOTSE_START)
+            ],
         },
     ),
     Claim(
@@ -293,12 +263,23 @@ SECTIONS = [
         lambda exact, lost, repeated: all(exact) and lost > 0 and repeated > 0,
         {
             "exact": [
-                resumed(name, "same batches")
-                for name in RESUME_ROWS.values()
-                if name != STREAM_OF_DATASETS
+                run.resumed(name, "same batches")
+                for name in (
+                    run.STATEFUL,
+                    run.GRAIN,
+                    run.LITDATA,
+                    "Energon",
+                    run.GRAIN_PACKED,
+                    run.LHOTSE_START,
+                    run.LHOTSE_KNOWN,
+                    run.LIST,
+                    run.LIST_EARLY,
+                    run.LIST_KNOWN,
+                    run.STREAM,
+                )
             ],
-            "lost": resumed(STREAM_OF_DATASETS, "lost"),
-            "repeated": resumed(STREAM_OF_DATASETS, "repeated"),
+            "lost": run.resumed(run.STREAM_OF_DATASETS, "lost"),
+            "repeated": run.resumed(run.STREAM_OF_DATASETS, "repeated"),
         },
     ),
     Claim(
@@ -309,78 +290,103 @@ SECTIONS = [
             max(ours, stream) < lhotse and lost > 0 and all(exact)
         ),
         {
-            "ours": on_ranks(LIST, RESUME),
-            "stream": on_ranks(STREAM, RESUME),
-            "stateful": on_ranks(STATEFUL, RESUME),
-            "grain": on_ranks("Grain", RESUME),
-            "lhotse": on_ranks(LHOTSE_START, RESUME),
-            "datasets": on_ranks(STREAM_OF_DATASETS, RESUME),
-            "lost": on_ranks(STREAM_OF_DATASETS, "lost"),
-            "repeated": on_ranks(STREAM_OF_DATASETS, "repeated"),
+            "ours": run.on_ranks(run.LIST, run.RESUME),
+            "stream": run.on_ranks(run.STREAM, run.RESUME),
+            "stateful": run.on_ranks(run.STATEFUL, run.RESUME),
+            "grain": run.on_ranks(run.GRAIN, run.RESUME),
+            "lhotse": run.on_ranks(run.LHOTSE_START, run.RESUME),
+            "datasets": run.on_ranks(run.STREAM_OF_DATASETS, run.RESUME),
+            "lost": run.on_ranks(run.STREAM_OF_DATASETS, "lost"),
+            "repeated": run.on_ranks(run.STREAM_OF_DATASETS, "repeated"),
             "exact": [
-                on_ranks(name, "same batches")
-                for name in (LIST, STREAM, STATEFUL, "Grain", LHOTSE_START)
+                run.on_ranks(name, "same batches")
+                for name in (run.LIST, run.STREAM, run.STATEFUL, run.GRAIN, run.LHOTSE_START)
             ],
         },
     ),
     Claim(
-        "With 4 workers on 2 cores, `odb_nodes` makes {torch} x the samples / s of `DataLoader` "
-        "and {web} x those of WebDataset; in an epoch of 2,000 texts, {short_torch} x and "
-        "{short_web} x.",
-        lambda **ratios: min(ratios.values()) > 1,
+        "Fixed batches of 32 samples have a padding of {fixed}, those of `odb_nodes` under 16,384 "
+        "padded tokens {ours}.",
+        lambda fixed, ours: min(fixed) > max(ours),
         {
-            f"{prefix}{name}": rate(
-                f"odb_nodes, {place}", column, per=rate(f"{rival}, {place}", column)
-            )
-            for prefix, column in (("", RATE_4), ("short_", RATE_SHORT))
-            for name, rival, place in (
-                ("torch", "`DataLoader`", "memory"),
-                ("web", "WebDataset", "tar files"),
-            )
+            "fixed": [
+                run.rate(name, run.PADDING_2)
+                for name in (run.TORCH_MEMORY, run.STATEFUL_MEMORY, "Grain, memory", run.WEB_TAR)
+            ],
+            "ours": [run.rate(name, run.PADDING_2) for name in (run.OUR_MEMORY, run.OUR_TAR)],
+        },
+    ),
+    Claim(
+        "With 4 workers on 2 cores, `odb_nodes` makes {torch} x the samples / s of `DataLoader` "
+        "and {web} x those of WebDataset; in an epoch of 2,000 texts, {short} x those of "
+        "`DataLoader` and `StatefulDataLoader`, {short_web} x those of WebDataset.",
+        lambda torch, web, short, short_web: min(torch, web, *short, short_web) > 1,
+        {
+            "torch": run.rate(
+                run.OUR_MEMORY, run.RATE_4, per=run.rate(run.TORCH_MEMORY, run.RATE_4)
+            ),
+            "web": run.rate(run.OUR_TAR, run.RATE_4, per=run.rate(run.WEB_TAR, run.RATE_4)),
+            "short": [
+                run.rate(run.OUR_MEMORY, run.RATE_SHORT, per=run.rate(name, run.RATE_SHORT))
+                for name in (run.TORCH_MEMORY, run.STATEFUL_MEMORY)
+            ],
+            "short_web": run.rate(
+                run.OUR_TAR, run.RATE_SHORT, per=run.rate(run.WEB_TAR, run.RATE_SHORT)
+            ),
         },
     ),
     Claim(
         "From lists, `DataLoader` is **ahead**, {ratio} x the samples / s, since its workers "
         "collate.",
-        lambda ratio, lists, arrays: ratio > 1 and lists > arrays,
+        lambda ratio, lists, torch: ratio > 1 and torch < lists,
         {
-            "ratio": own_collate(
-                "`DataLoader`, lists", "samples / s", per=own_collate(LISTS, "samples / s")
+            "ratio": run.own_collate(
+                run.TORCH_LISTS, run.RATE, per=run.own_collate(run.LISTS, run.RATE)
             ),
-            "lists": own_collate(LISTS, CPU),
-            "arrays": own_collate(LISTS_TO_ARRAYS, CPU),
+            "lists": run.own_collate(run.LISTS, run.CPU),
+            "torch": run.own_collate(run.TORCH_LISTS, run.CPU),
         },
     ),
     Claim(
-        "After as many CPU seconds, the loss on text is {ours} with `odb_nodes`, {fixed} with "
-        "fixed batches.",
-        lambda ours, fixed: ours < fixed,
-        {"ours": quality(PADDED, "equal CPU s"), "fixed": quality(FIXED, "equal CPU s")},
-    ),
-    Claim(
-        "On images, packed rows are no faster than padded batches, which have next to no padding.",
-        lambda packed, padded, padding: packed < padded + 0.1 and padding < 0.02,
+        "On images, packed rows are slower than padded batches, which have next to no padding.",
+        lambda packed, padded, padding: packed < padded and padding < 0.02,
         {
-            "packed": speed(PACKED, "images and text"),
-            "padded": speed(PADDED, "images and text"),
-            "padding": batches(PADDED, "images and text"),
+            "packed": run.speed(run.PACKED, run.IMAGES),
+            "padded": run.speed(run.PADDED, run.IMAGES),
+            "padding": run.batches(run.PADDED, run.IMAGES),
         },
     ),
     Claim(
-        "In an epoch of 2,048 samples the losses are {fixed} (fixed), {ours}, and {halved} (2 "
-        "batches a step).",
-        lambda fixed, ours, halved: fixed < halved < ours,
+        "On 4 ranks an epoch has 31 to 61 steps, and who makes more of them has the lower loss: "
+        "online-dynamic-batching {odb}, lhotse {lhotse}, `odb_nodes` {ours}.",
+        lambda odb, lhotse, ours: odb < lhotse < min(ours),
         {
-            "fixed": batches(FIXED, "images and text", LOSS),
-            "ours": batches(PADDED, "images and text", LOSS),
-            "halved": batches(HALVES, "images and text", LOSS),
+            "odb": run.batches(run.ODB, run.TEXT_4, run.LOSS),
+            "lhotse": run.batches(run.LHOTSE, run.TEXT_4, run.LOSS),
+            "ours": [run.batches(name, run.TEXT_4, run.LOSS) for name in (run.PADDED, run.PACKED)],
+        },
+    ),
+    Claim(
+        "After as many CPU seconds, the loss on text is {packed} with packed rows, {ours} with "
+        "padded batches of `odb_nodes`, {lhotse} of lhotse, {odb} of online-dynamic-batching, "
+        "{fixed} with fixed batches.",
+        lambda packed, ours, lhotse, odb, fixed: max(packed) < ours < lhotse < odb < fixed,
+        {
+            "packed": [run.text_loss(name, run.EQUAL_CPU) for name in (run.PACKED, run.TRL)],
+            "ours": run.text_loss(run.PADDED, run.EQUAL_CPU),
+            "lhotse": run.text_loss(run.LHOTSE, run.EQUAL_CPU),
+            "odb": run.text_loss(run.ODB, run.EQUAL_CPU),
+            "fixed": run.text_loss(run.FIXED, run.EQUAL_CPU),
         },
     ),
     Claim(
         "The rate alone does not mend batches of one kind: with `LrScaling`, the loss after the "
         "short epoch is {scaled}.",
-        lambda scaled, ours: abs(scaled - ours) < 0.1,
-        {"scaled": batches(SCALED, IMAGES, LOSS), "ours": batches(PADDED, IMAGES, LOSS)},
+        lambda scaled, ours: scaled > ours - 0.05,
+        {
+            "scaled": run.short_loss(run.SCALED, "epoch"),
+            "ours": run.short_loss(run.PADDED, "epoch"),
+        },
     ),
 ]
 
@@ -388,130 +394,50 @@ README = [
     Claim(
         "| {ours} | {lhotse} lhotse |",
         lambda ours, lhotse: ours < lhotse,
-        {"ours": padding(PADDED, CV1), "lhotse": padding(LHOTSE, CV1)},
+        {
+            "ours": run.padding(run.PADDED, run.CV1),
+            "lhotse": run.padding(run.LHOTSE, run.CV1),
+        },
     ),
     Claim(
         "| {ours} s | {grain} s Grain, packed |",
         lambda ours, grain: ours < grain,
-        {"ours": first(LIST, RESUME), "grain": first(GRAIN_PACKED, RESUME)},
+        {
+            "ours": run.first(run.LIST, run.RESUME),
+            "grain": run.first(run.GRAIN_PACKED, run.RESUME),
+        },
     ),
 ]
 
 PERFORMANCE = [
     Claim(
         "A function that pads row by row then takes {arrays} us of CPU time a text in all "
-        "processes, from lists {lists}; `DataLoader(32)`, which collates in its workers, {torch}",
-        lambda arrays, lists, torch: arrays < torch < lists,
+        "processes, from lists {lists}; `DataLoader(32)`, which collates in its workers, "
+        "{torch_arrays} and {torch}",
+        lambda arrays, lists, torch_arrays, torch: torch_arrays <= arrays < torch < lists,
         {
-            "arrays": own_collate(LISTS_TO_ARRAYS, CPU),
-            "lists": own_collate(LISTS, CPU),
-            "torch": own_collate("`DataLoader`, lists", CPU),
+            "arrays": run.own_collate(run.LISTS_TO_ARRAYS, run.CPU),
+            "lists": run.own_collate(run.LISTS, run.CPU),
+            "torch_arrays": run.own_collate(run.TORCH_ARRAYS, run.CPU),
+            "torch": run.own_collate(run.TORCH_LISTS, run.CPU),
         },
     ),
 ]
 
-TABLES = [
-    PageTable(
+INDEX = [
+    Claim(
+        "TRL's rows are {trl} full, axolotl's {axolotl}",
+        lambda trl, axolotl: 0.98 < trl < axolotl,
         {
-            "padding, fill": ("Padding", CV1),
-            "balance, 4 ranks, CV 2": ("Balance over 4 ranks", "CV 2.0"),
-            "balance, 64 ranks": ("Balance over 64 ranks", "CV 1.0"),
+            "trl": run.padding(run.TRL, run.CV1, 1),
+            "axolotl": run.padding(run.AXOLOTL, run.CV1, 1),
         },
-        BATCH_ROWS,
-    ),
-    PageTable(
-        {
-            "waiting, %, 2 ranks": ("Waiting", "waiting, %, 2 ranks"),
-            "waiting, %, 4 ranks": ("Waiting", "waiting, %, 4 ranks"),
-            "epoch, s, 4 ranks": ("Waiting", "epoch, s, 4 ranks"),
-            "balance, simulated": ("Waiting", "balance, simulated, 4 ranks"),
-            "balance, measured": ("Waiting", "balance, measured, 4 ranks"),
-        },
-        {title: name for title, name in BATCH_ROWS.items() if name not in (GROUPED, VERL)},
-    ),
-    PageTable(
-        {
-            "batches": ("First batch", "batches"),
-            "start, s": ("First batch", START),
-            "resume, s": ("First batch", RESUME),
-            "made again": ("Resume", AGAIN),
-        },
-        RESUME_ROWS,
-    ),
-    PageTable(
-        {
-            "samples / s": ("Loader rate", RATE_2),
-            "CPU us a sample": ("Loader rate", CPU_2),
-        },
-        {
-            "odb_nodes, memory": "odb_nodes, memory",
-            "`DataLoader`, memory": "`DataLoader`, memory",
-            "`StatefulDataLoader`, memory": "`StatefulDataLoader`, memory",
-            "Grain, memory (mostly its start)": "Grain, memory",
-            "odb_nodes, tar files": "odb_nodes, tar files",
-            "WebDataset, tar files": "WebDataset, tar files",
-            "LitData, chunks on disk": "LitData, chunks on disk",
-        },
-    ),
-    PageTable(
-        {
-            "first batch, s": ("Object store", "first batch, s"),
-            "resume, s": ("Object store", "resume, s"),
-            "samples / s": ("Object store", "samples / s"),
-            "CPU us a sample": ("Object store", "CPU us a sample"),
-            "memory, MiB": ("Object store", "memory, MiB"),
-        },
-        {
-            "odb_nodes, Parquet": "odb_nodes, Parquet",
-            "odb_nodes, tar files": "odb_nodes, tar",
-            "WebDataset, tar files": "WebDataset, tar",
-            "LitData": "LitData",
-        },
-    ),
-]
-
-TABLES += [
-    PageTable(
-        {title: ("Own collate function", title) for title in ("samples / s", CPU)},
-        {
-            "odb_nodes, arrays": "odb_nodes, arrays",
-            "`DataLoader`, arrays": "`DataLoader`, arrays",
-            LISTS: LISTS,
-            "odb_nodes, lists, of which [`process_fn` makes arrays](performance.md#who-collates)": (
-                LISTS_TO_ARRAYS
-            ),
-            "`DataLoader`, lists": "`DataLoader`, lists",
-        },
-        corner="own `collate_fn`",
-    ),
-    PageTable(
-        {
-            title: ("Training: speed", title)
-            for title in (TEXT, "text, 2 ranks", "text, 4 ranks", *TASKS[1:])
-        },
-        TRAINED_ROWS,
-        corner="speed",
-    ),
-    PageTable(
-        {title: ("Training: batches", title) for title in TASKS},
-        TRAINED_ROWS,
-        corner="padding, largest batch, steps, loss",
-    ),
-    *(
-        PageTable(
-            {
-                title: (f"Quality: {task}", title)
-                for title in ("epoch", "half the samples", "equal steps", "equal CPU s")
-            },
-            rows,
-            corner=task,
-        )
-        for task, rows in ((TEXT, TRAINED_ROWS), (IMAGES, IMAGE_ROWS))
     ),
 ]
 
 PAGES: dict[str, tuple[list[Claim], list[PageTable]]] = {
     "docs/comparison.md": ([*IN_SHORT, *SECTIONS], TABLES),
     "docs/performance.md": (PERFORMANCE, []),
+    "docs/index.md": (INDEX, []),
     "README.md": (README, []),
 }

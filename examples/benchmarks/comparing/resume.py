@@ -7,6 +7,7 @@ Those that share data among ranks do the same on four real ranks.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import tempfile
@@ -88,12 +89,14 @@ def measure(start: Start, lengths: list[int], window: int, sleep_ms: float) -> F
         while len(seen) < half:
             seen += next(running.batches)
         state = pickle.dumps(running.state())
-        del running  # No clock has the end of another loader.
+        del running
+        gc.collect()  # No clock has the end of another loader.
         began_s = time.perf_counter()
         _, running = begin(sleep_ms, fresh)
         next(running.batches)
         start_s = time.perf_counter() - began_s
         del running
+        gc.collect()
         began_s = time.perf_counter()
         process, running = begin(sleep_ms, state)
         first = next(running.batches)

@@ -347,9 +347,8 @@ def energon(process: Process, window: int, state: Any) -> Running:
         task_encoder=Encoder(),
         repeat=False,
     )
-    loader = package.get_savable_loader(
-        data, checkpoint_every_sec=0, checkpoint_every_min_n_samples=1
-    )
+    # The default of 60 s makes most of this short epoch again.
+    loader = package.get_savable_loader(data, checkpoint_every_sec=0.1)
     if state is not None:
         loader.restore_state_rank(state)
     return Running(iter(loader), loader.save_state_rank)

@@ -30,7 +30,7 @@ MEASURED_2, MEASURED_4 = "balance, measured, 2 ranks", "balance, measured, 4 ran
 
 TEXT, IMAGES, T5 = "text", "images and text", "encoder-decoder"
 IMAGES_SHORT, TEXT_2, TEXT_4 = "images and text, short epoch", "text, 2 ranks", "text, 4 ranks"
-LOSS = 3  # place of the held-out loss in a cell of "Training: batches"
+STEPS, LOSS = 2, 3  # places in a cell of "Training: batches"
 EQUAL_CPU = "equal CPU s"
 
 RATE, CPU = "samples / s", "CPU us a sample"

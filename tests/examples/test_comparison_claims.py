@@ -121,7 +121,9 @@ def test_cells_of_unlike_words_are_both_on_the_page(comparing, cells, text):
     assert comparing[0].merged(cells) == text
 
 
-@pytest.mark.parametrize("name", ["docs/comparison.md", "docs/performance.md", "docs/index.md", "README.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/comparison.md", "docs/performance.md", "docs/index.md", "README.md"]
+)
 def test_the_page_agrees_with_the_runs(comparing, name):
     claims, page = comparing
     runs = {path.name: claims.read_run(path) for path in BENCHMARKS.glob("results/*.json")}

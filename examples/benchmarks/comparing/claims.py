@@ -191,7 +191,7 @@ def cells_of(name: str, table: str, column: str, runs: Sequence[Run]) -> list[st
 
 def merged(cells: Sequence[str]) -> str:
     """Return a cell of the page: that of all runs, or the range of each number over the runs."""
-    if len(set(cells)) == 1:
+    if len(cells) == 1:
         return cells[0]
     texts = [cell.partition(" (")[0] for cell in cells]  # without the range of a run
     if len({NUMBER.sub("#", text) for text in texts}) > 1:

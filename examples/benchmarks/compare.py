@@ -1,9 +1,13 @@
 r"""Compare this library with every rival, on the same data, in one command.
 
-    python examples/benchmarks/compare.py --json run1.json      # all tables
-    python examples/benchmarks/compare.py --json run1.json --only padding resume
+    python examples/benchmarks/compare.py                       # all tables
     python examples/benchmarks/compare.py --quick               # runs, but shows nothing
-    python examples/benchmarks/check_claims.py run1.json run2.json
+
+The page has two runs of all but training, and one of training, in `results/`:
+
+    compare.py --only padding waits resume rates store memory generation --json run1.json
+    compare.py --only training quality --epochs epochs.json --json training.json
+    check_claims.py --write --strict
 
 The rivals are in no extra of this library. Install them into an environment of its own:
 

@@ -369,13 +369,16 @@ SECTIONS = [
     ),
     Claim(
         "Steps and loss of an epoch on 4 ranks: online-dynamic-batching {steps}, {odb}; lhotse "
-        "{lhotse_steps}, {lhotse}; `odb_nodes` {our_steps}, {ours}.",
-        lambda steps, odb, lhotse_steps, lhotse, our_steps, ours: (
-            steps > lhotse_steps > max(our_steps) and odb < lhotse < min(ours)
+        "{lhotse_steps}, {lhotse}; fixed batches {fixed_steps}, {fixed}; `odb_nodes` {our_steps}, "
+        "{ours}.",
+        lambda steps, odb, lhotse_steps, lhotse, our_steps, ours, fixed_steps, fixed: (
+            steps > lhotse_steps > max(*our_steps, fixed_steps) and odb < lhotse < min(*ours, fixed)
         ),
         {
             "steps": run.batches(run.ODB, run.TEXT_4, run.STEPS),
             "lhotse_steps": run.batches(run.LHOTSE, run.TEXT_4, run.STEPS),
+            "fixed_steps": run.batches(run.FIXED, run.TEXT_4, run.STEPS),
+            "fixed": run.batches(run.FIXED, run.TEXT_4, run.LOSS),
             "our_steps": [
                 run.batches(name, run.TEXT_4, run.STEPS) for name in (run.PADDED, run.PACKED)
             ],

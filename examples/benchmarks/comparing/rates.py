@@ -256,14 +256,9 @@ OWN_COLLATE = {
 }
 
 
-def measure(loader: Any, data: ByteTexts, folder: Path, workers: int) -> Run:
+def measure(epoch: Any, *job: Any) -> Run:
     """Run one epoch."""
-    return measure_batches(loader(data, folder, workers))
-
-
-def measure_own_collate(epoch: Any, data: ByteTexts, workers: int) -> Run:
-    """Run one epoch whose batches are made by a function of the user."""
-    return measure_batches(epoch(data, workers))
+    return measure_batches(epoch(*job))
 
 
 def tables(options: Options) -> Tables:
@@ -272,7 +267,7 @@ def tables(options: Options) -> Tables:
     samples = FEW_SAMPLES if options.quick else SAMPLES
     data = {kind: ByteTexts(samples, kind, False, pad_row_by_row) for kind in ("numpy", "list")}
     epochs = {
-        name: partial(isolated, measure_own_collate, epoch, data[kind], 2, limit_s=TIMEOUT_S)
+        name: partial(isolated, measure, epoch, data[kind], 2, limit_s=TIMEOUT_S)
         for name, (epoch, kind) in OWN_COLLATE.items()
     }
     yield Table(
